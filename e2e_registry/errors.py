@@ -1,0 +1,121 @@
+"""The one typed hierarchy of errors, and the exit codes that commands answer with.
+
+Every error that a user can cause is a :class:`RegistryError`: its message says what is wrong and where, its
+``hint`` what to do next, and its class which exit code the command ends with. Anything else that reaches the
+command line is a fault of this package and ends with :attr:`ExitCode.INTERNAL`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar
+
+
+class ExitCode(enum.IntEnum):
+    """What a command tells the shell. Part of the contract: scripts branch on these."""
+
+    OK = 0
+    MISMATCH = 1
+    USAGE = 2
+    NO_STANDARD = 3
+    RUN_FAILED = 4
+    NOTHING_SELECTED = 5
+    STORAGE = 6
+    INTERNAL = 70
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+#: When several tests end differently, the command answers with the first of these that occurred.
+EXIT_CODE_PRECEDENCE: tuple[ExitCode, ...] = (
+    ExitCode.INTERNAL,
+    ExitCode.USAGE,
+    ExitCode.STORAGE,
+    ExitCode.RUN_FAILED,
+    ExitCode.MISMATCH,
+    ExitCode.NO_STANDARD,
+)
+
+
+def worst_exit_code(codes: Iterable[ExitCode]) -> ExitCode:
+    """Return the exit code for a command that ran several tests; ``OK`` when none failed."""
+    seen = set(codes)
+    for code in EXIT_CODE_PRECEDENCE:
+        if code in seen:
+            return code
+    return ExitCode.OK
+
+
+class RegistryError(Exception):
+    """Base of all errors that a user can cause.
+
+    Args:
+        message: What is wrong, in one sentence.
+        where: The place: ``file``, ``file:line``, or ``file:line:argument``.
+        hint: What to do next, as commands or edits.
+    """
+
+    exit_code: ClassVar[ExitCode] = ExitCode.INTERNAL
+
+    def __init__(self, message: str, *, where: str | Path | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = None if where is None else str(where)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        """Render as ``where: message`` and the hint on a line of its own."""
+        text = self.message if self.where is None else f"{self.where}: {self.message}"
+        return text if self.hint is None else f"{text}\n  {self.hint}"
+
+
+class UsageError(RegistryError):
+    """The command line or the settings ask for something that does not exist."""
+
+    exit_code = ExitCode.USAGE
+
+
+class RegistrationError(UsageError):
+    """A ``register_e2e_ci(...)`` call that cannot be accepted; ``where`` holds file, line and argument."""
+
+
+class RefusedError(UsageError):
+    """A refusal that an option lifts; the hint names the option."""
+
+
+class NoStandardError(RegistryError):
+    """There is nothing to compare with."""
+
+    exit_code = ExitCode.NO_STANDARD
+
+
+class RecordingError(RegistryError):
+    """What a recipe logged cannot be taken: the base of the run-side errors."""
+
+    exit_code = ExitCode.RUN_FAILED
+
+
+class InvalidRunError(RecordingError):
+    """A run whose recording contradicts itself or is damaged anywhere but at its torn end."""
+
+
+class RecipeError(RecordingError):
+    """The recipe failed: non-zero exit, signal, timeout, or nothing logged."""
+
+
+class NothingSelectedError(RegistryError):
+    """A selection that is empty, or in which everything was skipped."""
+
+    exit_code = ExitCode.NOTHING_SELECTED
+
+
+class StorageError(RegistryError):
+    """A file cannot be read or written."""
+
+    exit_code = ExitCode.STORAGE
+
+
+class StandardError(StorageError):
+    """A file that should be a standard is damaged, foreign, or of another format version."""
