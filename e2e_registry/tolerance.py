@@ -67,7 +67,7 @@ class Tolerance:
         _check_count("ulp", self.ulp)
         _check_count("skip_first", self.skip_first)
         if self.atol == 0 and self.rtol == 0 and self.ulp == 0:
-            raise UsageError("all bounds are zero", hint="leave the metric strict (the default), or give atol, rtol or ulp")
+            raise UsageError("all bounds are zero", hint="leave it strict (the default), or give atol, rtol or ulp")
         if not isinstance(self.reason, str) or not self.reason.strip():
             raise UsageError("a tolerance needs a reason", hint='say why the metric cannot be strict: reason="..."')
         if self.fails_on is not None and self.fails_on not in get_args(Side):
@@ -118,7 +118,8 @@ class Policy:
 
     def to_json(self) -> dict[str, Any]:
         """Return the form kept in a standard's metadata."""
-        return {"kind": self.kind.value} if self.tolerance is None else {"kind": self.kind.value, **self.tolerance.to_json()}
+        options = {} if self.tolerance is None else self.tolerance.to_json()
+        return {"kind": self.kind.value, **options}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Policy:

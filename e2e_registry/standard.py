@@ -1,0 +1,479 @@
+"""Standards on disk: one Parquet file a test and platform, streamed in and out, verified by content.
+
+The schema and the metadata are those of ``docs/architecture.md`` (format 1). The content digest never covers file
+bytes, since Parquet bytes change with the writer's version; it covers the judged series themselves:
+
+    SHA-256 over the (metric, role, rank, dtype) groups in name order, for each
+        the JSON array [metric, role, rank, dtype, count] and a newline,
+        the SHA-256 of its steps (int64, little-endian),
+        the SHA-256 of its bits (uint64, little-endian), or of its digest strings, each ended by a newline.
+
+The inner hashes are what lets a series longer than memory be verified in the one pass that also compares it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from e2e_registry.dtypes import DTYPES, DType
+from e2e_registry.errors import StandardError, UsageError
+from e2e_registry.series import BatchStream, SeriesBatch, SeriesKey, decode_values, iter_series
+from e2e_registry.storage import replacing
+from e2e_registry.tolerance import Policy, PolicyKind
+
+if TYPE_CHECKING:
+    from e2e_registry.series import Int64Array
+
+FORMAT = 1
+METADATA_KEY = b"e2e_registry"
+KINDS = ("e2e", "assertion", "run")
+
+_NAME = pa.dictionary(pa.int32(), pa.string())
+SCHEMA = pa.schema(
+    [
+        pa.field("metric", _NAME, nullable=False),
+        pa.field("role", _NAME, nullable=False),
+        pa.field("rank", pa.int32(), nullable=False),
+        pa.field("seq", pa.int64(), nullable=False),
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("dtype", _NAME, nullable=False),
+        pa.field("bits", pa.uint64(), nullable=False),
+        pa.field("value", pa.float64()),
+        pa.field("digest", pa.string()),
+    ]
+)
+_NAME_COLUMNS = ["metric", "role", "dtype"]
+#: What a comparison decodes; ``seq`` only where something differs, ``value`` never, since it is derived.
+_COMPARED_COLUMNS = ["metric", "role", "rank", "step", "dtype", "bits", "digest"]
+_ROW_GROUP_ROWS = 1 << 18
+_READ_ROWS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandardMetadata:
+    """What a standard says about itself, beside its rows.
+
+    Attributes:
+        test: Id of the test, or None for a recording of no test.
+        platform: Slug of the platform that the bits are comparable on.
+        kind: ``e2e``, ``assertion`` (kept by an ordinary test) or ``run`` (a candidate, not yet a standard).
+        policies: Metric name to policy, in the JSON form of :meth:`Policy.to_json`: the pinned expansion of the
+            registration's globs.
+        environment: Facts recorded with the run, by group.
+        recorded: When, from what commit and source tree, by what command, how many runs agreed, and why.
+        content_digest: SHA-256 of the judged series; empty until written.
+    """
+
+    test: str | None
+    platform: str | None
+    kind: str = "e2e"
+    policies: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    content_digest: str = ""
+
+    @property
+    def observed(self) -> frozenset[str]:
+        """The metrics that are kept and shown, never judged, and so not digested."""
+        return frozenset(
+            name for name, policy in self.policies.items() if policy.get("kind") == PolicyKind.OBSERVE.value
+        )
+
+    def policy(self, metric: str) -> Policy | None:
+        """Return the policy the standard was recorded under, or None for a metric it does not pin."""
+        return Policy.from_json(self.policies[metric]) if metric in self.policies else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object stored under the metadata key."""
+        return {
+            "format": FORMAT,
+            "test": self.test,
+            "platform": self.platform,
+            "kind": self.kind,
+            "policies": dict(self.policies),
+            "environment": dict(self.environment),
+            "content_digest": self.content_digest,
+            "recorded": dict(self.recorded),
+        }
+
+    @staticmethod
+    def from_json(data: object, path: Path) -> StandardMetadata:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            StandardError: Another format version, or fields that are missing or of the wrong type.
+        """
+        if not isinstance(data, dict) or "format" not in data:
+            raise StandardError("its e2e_registry metadata is not an object with a format", where=path)
+        if data["format"] != FORMAT:
+            raise StandardError(
+                f"it is of format {data['format']!r}; this version reads format {FORMAT}",
+                where=path,
+                hint="use the e2e-registry version that wrote it, or record it again",
+            )
+        types: dict[str, tuple[type, ...]] = {
+            "test": (str, type(None)),
+            "platform": (str, type(None)),
+            "kind": (str,),
+            "policies": (dict,),
+            "environment": (dict,),
+            "content_digest": (str,),
+            "recorded": (dict,),
+        }
+        for name, allowed in types.items():
+            if not isinstance(data.get(name, ...), allowed):
+                raise StandardError(f"its metadata field {name!r} is missing or of the wrong type", where=path)
+        metadata = StandardMetadata(**{name: data[name] for name in types})
+        try:
+            for metric in metadata.policies:
+                metadata.policy(metric)
+        except (UsageError, AttributeError) as error:
+            raise StandardError(f"its policies cannot be read: {error}", where=path) from error
+        return metadata
+
+
+class ContentDigest:
+    """Computes the content digest of a batch stream, batch by batch."""
+
+    def __init__(self, observed: frozenset[str] = frozenset()) -> None:
+        self._observed = observed
+        self._total = hashlib.sha256()
+        self._key: SeriesKey | None = None
+        self._groups: dict[str, _GroupDigest] = {}
+
+    def update(self, batch: SeriesBatch) -> None:
+        """Add the next batch of a sorted stream."""
+        if batch.key != self._key:
+            self._finish_series()
+            self._key = batch.key
+        if batch.key.metric in self._observed:
+            return
+        self._groups.setdefault(batch.dtype.name, _GroupDigest()).update(batch)
+
+    def hexdigest(self) -> str:
+        """Return the digest of all batches added."""
+        self._finish_series()
+        self._key = None
+        return self._total.hexdigest()
+
+    def _finish_series(self) -> None:
+        for dtype_name, group in sorted(self._groups.items()):
+            head = json.dumps([*(self._key or ()), dtype_name, group.count], ensure_ascii=False, separators=(",", ":"))
+            self._total.update(head.encode() + b"\n" + group.steps.digest() + group.values.digest())
+        self._groups = {}
+
+
+class _GroupDigest:
+    def __init__(self) -> None:
+        self.count = 0
+        self.steps = hashlib.sha256()
+        self.values = hashlib.sha256()
+
+    def update(self, batch: SeriesBatch) -> None:
+        self.count += len(batch)
+        self.steps.update(np.ascontiguousarray(batch.steps, "<i8").data)
+        if batch.digests is None:
+            self.values.update(np.ascontiguousarray(batch.bits, "<u8").data)
+        else:
+            self.values.update("".join(f"{digest}\n" for digest in batch.digests).encode())
+
+
+def content_digest(stream: BatchStream, observed: frozenset[str] = frozenset()) -> str:
+    """Return the content digest of a whole stream."""
+    digest = ContentDigest(observed)
+    for batch in stream:
+        digest.update(batch)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def write_standard(path: Path, stream: BatchStream, metadata: StandardMetadata) -> StandardMetadata:
+    """Write a standard atomically and return its metadata with the content digest filled in.
+
+    Args:
+        path: Where the standard goes; its folder is made if missing.
+        stream: The series to store, in the order of :mod:`e2e_registry.series`.
+        metadata: What it says about itself; ``content_digest`` is computed here.
+
+    Raises:
+        StorageError: The file cannot be written; whatever was there is unchanged.
+        InvalidRunError: The stream is out of order.
+    """
+    digest = ContentDigest(metadata.observed)
+    with replacing(path) as temporary, _parquet_writer(temporary) as writer:
+        for table in _tables(stream, digest):
+            writer.write_table(table)
+        written = StandardMetadata(
+            **{name: getattr(metadata, name) for name in metadata.__slots__ if name != "content_digest"},
+            content_digest=digest.hexdigest(),
+        )
+        text = json.dumps(written.to_json(), sort_keys=True, ensure_ascii=False, allow_nan=False)
+        writer.add_key_value_metadata({METADATA_KEY: text.encode()})
+    return written
+
+
+def _parquet_writer(path: Path) -> Any:
+    return pq.ParquetWriter(
+        path,
+        SCHEMA,
+        compression="zstd",
+        use_dictionary=[*_NAME_COLUMNS, "digest"],
+        column_encoding={"step": "DELTA_BINARY_PACKED", "seq": "DELTA_BINARY_PACKED"},
+    )
+
+
+def _tables(stream: BatchStream, digest: ContentDigest) -> Iterator[pa.Table]:
+    """Gather batches into row groups, so that a standard of short series is one row group and not hundreds."""
+    pending: list[pa.RecordBatch] = []
+    rows = 0
+    for _, batches in iter_series(stream):
+        for batch in batches:
+            digest.update(batch)
+            pending.append(_record_batch(batch))
+            rows += len(batch)
+            if rows >= _ROW_GROUP_ROWS:
+                yield pa.Table.from_batches(pending, SCHEMA).unify_dictionaries()
+                pending, rows = [], 0
+    yield pa.Table.from_batches(pending, SCHEMA).unify_dictionaries()
+
+
+# Arrays are built from buffers throughout: pa.array(), pa.table() and .to_numpy() import pandas on first use, which
+# would triple the time of a small compare.
+
+
+def _primitive(values: np.ndarray[Any, Any], arrow_type: pa.DataType) -> pa.Array:
+    return pa.Array.from_buffers(arrow_type, len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
+
+
+def _strings(values: Iterable[str]) -> pa.Array:
+    encoded = [value.encode() for value in values]
+    offsets = np.zeros(len(encoded) + 1, np.int32)
+    np.cumsum([len(value) for value in encoded], out=offsets[1:])
+    return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded)))
+
+
+def _constant(value: str, count: int) -> pa.Array:
+    indices = pa.py_buffer(np.zeros(count, np.int32))
+    return pa.DictionaryArray.from_buffers(_NAME, count, [None, indices], _strings([value]))
+
+
+def _record_batch(batch: SeriesBatch) -> pa.RecordBatch:
+    count = len(batch)
+    arrays = [
+        _constant(batch.key.metric, count),
+        _constant(batch.key.role, count),
+        _primitive(np.full(count, batch.key.rank, np.int32), pa.int32()),
+        _primitive(batch.load_seq(), pa.int64()),
+        _primitive(batch.steps, pa.int64()),
+        _constant(batch.dtype.name, count),
+        _primitive(batch.bits, pa.uint64()),
+        pa.nulls(count, pa.float64())
+        if batch.dtype.is_digest
+        else _primitive(decode_values(batch.dtype, batch.bits), pa.float64()),
+        pa.nulls(count, pa.string()) if batch.digests is None else _strings(batch.digests),
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+class Standard:
+    """A standard on disk, opened: its metadata is read, its rows are streamed on demand.
+
+    Args:
+        path: The Parquet file.
+
+    Raises:
+        StandardError: The file is missing, not Parquet, truncated, not a standard, or of another format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = _open_parquet(path)
+        self._check_schema()
+        raw = (self._file.metadata.metadata or {}).get(METADATA_KEY)
+        if raw is None:
+            raise StandardError(
+                "it is a Parquet file, but not a standard: it has no e2e_registry metadata",
+                where=path,
+                hint="standards are written by `e2e-registry record` and `adopt`",
+            )
+        try:
+            data = json.loads(raw)
+        except ValueError as error:
+            raise StandardError(f"its e2e_registry metadata is not JSON: {error}", where=path) from error
+        self.metadata = StandardMetadata.from_json(data, path)
+
+    @property
+    def num_points(self) -> int:
+        """Number of values stored."""
+        return int(self._file.metadata.num_rows)
+
+    @cached_property
+    def metrics(self) -> frozenset[str]:
+        """The names of all metrics that have rows."""
+        names: set[str] = set()
+        for batch in self._record_batches(["metric"]):
+            names.update(_Names(batch.column(0), "metric", self.path).used())
+        return frozenset(names)
+
+    def batches(self) -> Iterator[SeriesBatch]:
+        """Stream the series, verifying the content digest on the way.
+
+        Memory does not grow with the number of points: at most one decoded read buffer is held.
+
+        Raises:
+            StandardError: Nulls, unknown dtypes, rows out of order, or a digest that does not fit the rows; the last
+                only once the stream is exhausted.
+        """
+        digest = ContentDigest(self.metadata.observed)
+        first_row = 0
+        for record_batch in self._record_batches(_COMPARED_COLUMNS):
+            for batch in self._split(record_batch, first_row):
+                digest.update(batch)
+                yield batch
+            first_row += record_batch.num_rows
+        found = digest.hexdigest()
+        if found != self.metadata.content_digest:
+            raise StandardError(
+                f"its rows do not fit its content digest ({found[:12]} against {self.metadata.content_digest[:12]})",
+                where=self.path,
+                hint="the file was edited or damaged: restore it from git, or record it again",
+            )
+
+    def _check_schema(self) -> None:
+        found = self._file.schema_arrow
+        if found.names != SCHEMA.names:
+            raise StandardError(
+                f"it is not a standard: its columns are {', '.join(found.names[:12])}",
+                where=self.path,
+                hint=f"a standard has the columns {', '.join(SCHEMA.names)}",
+            )
+        for column in SCHEMA:
+            have = found.field(column.name).type
+            want = column.type
+            if pa.types.is_dictionary(have):
+                have = have.value_type
+            if pa.types.is_dictionary(want):
+                want = want.value_type
+            if have != want and not (pa.types.is_large_string(have) and pa.types.is_string(want)):
+                raise StandardError(f"its column {column.name!r} is {have}, not {want}", where=self.path)
+
+    def _record_batches(self, columns: list[str], row_groups: list[int] | None = None) -> Iterator[pa.RecordBatch]:
+        groups = list(range(self._file.num_row_groups)) if row_groups is None else row_groups
+        try:
+            yield from self._file.iter_batches(_READ_ROWS, groups, columns)
+        except (pa.ArrowException, OSError) as error:
+            raise StandardError(f"it is damaged: {_first_line(error)}", where=self.path) from error
+
+    def _split(self, record_batch: pa.RecordBatch, first_row: int) -> Iterator[SeriesBatch]:
+        """Cut a record batch where metric, role, rank or dtype changes."""
+        column = dict(zip(_COMPARED_COLUMNS, record_batch.columns, strict=True))
+        metric, role, dtype = (_Names(column[name], name, self.path) for name in _NAME_COLUMNS)
+        rank = self._numbers(column["rank"], "rank", np.int32)
+        steps = self._numbers(column["step"], "step", np.int64)
+        bits = self._numbers(column["bits"], "bits", np.uint64)
+        changed = np.zeros(max(len(steps) - 1, 0), bool)
+        for codes in (metric.codes, role.codes, rank, dtype.codes):
+            changed |= codes[1:] != codes[:-1]
+        starts = [0, *(np.flatnonzero(changed) + 1).tolist()] if len(steps) else []
+        for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True):
+            name = dtype.name_at(start)
+            if name not in DTYPES:
+                raise StandardError(f"row {first_row + start} has the unknown dtype {name!r}", where=self.path)
+            key = SeriesKey(metric.name_at(start), role.name_at(start), int(rank[start]))
+            yield SeriesBatch(
+                key,
+                DTYPES[name],
+                steps[start:stop],
+                bits[start:stop],
+                self._digests(column["digest"], DTYPES[name], start, stop, first_row),
+                self._seq_loader(first_row + start, stop - start),
+            )
+
+    def _digests(self, column: pa.Array, dtype: DType, start: int, stop: int, first_row: int) -> list[str] | None:
+        if not dtype.is_digest:
+            return None
+        digests: list[str | None] = column.slice(start, stop - start).to_pylist()
+        if None in digests:
+            raise StandardError(f"row {first_row + start + digests.index(None)} has no digest", where=self.path)
+        return digests  # type: ignore[return-value]  # no None is left, which the list's type cannot say
+
+    def _numbers(self, column: pa.Array, name: str, dtype: type[Any]) -> Any:
+        if column.null_count:
+            raise StandardError(f"its column {name!r} holds nulls", where=self.path)
+        return _numpy(column, dtype)
+
+    def _seq_loader(self, row: int, count: int) -> Callable[[], Int64Array]:
+        return lambda: self._read_seq(row, count)
+
+    def _read_seq(self, row: int, count: int) -> Int64Array:
+        """Decode ``seq`` of ``count`` rows from ``row`` on: the row groups they lie in, and no others."""
+        groups, skip = self._row_groups(row, count)
+        parts = [self._numbers(batch.column(0), "seq", np.int64) for batch in self._record_batches(["seq"], groups)]
+        whole: Int64Array = np.concatenate(parts)
+        return whole[skip : skip + count]
+
+    def _row_groups(self, row: int, count: int) -> tuple[list[int], int]:
+        ends = self._row_group_ends
+        first = int(np.searchsorted(ends, row, "right"))
+        last = int(np.searchsorted(ends, row + count - 1, "right"))
+        return list(range(first, last + 1)), row - int(ends[first - 1] if first else 0)
+
+    @cached_property
+    def _row_group_ends(self) -> Int64Array:
+        meta = self._file.metadata
+        return np.cumsum([meta.row_group(i).num_rows for i in range(meta.num_row_groups)], dtype=np.int64)
+
+
+class _Names:
+    """A dictionary column of one record batch, as integer codes and the names they stand for."""
+
+    def __init__(self, column: pa.Array, name: str, path: Path) -> None:
+        if column.null_count:
+            raise StandardError(f"its column {name!r} holds nulls", where=path)
+        self.codes = _numpy(column.indices, np.int32)
+        self._names: list[str] = column.dictionary.to_pylist()
+
+    def name_at(self, row: int) -> str:
+        name: str = self._names[self.codes[row]]
+        return name
+
+    def used(self) -> set[str]:
+        return {self._names[code] for code in np.unique(self.codes)}
+
+
+def _numpy(column: pa.Array, dtype: type[Any]) -> Any:
+    """View an Arrow array without nulls as NumPy, shape ``(n,)``; no copy."""
+    whole = np.frombuffer(column.buffers()[1], dtype)
+    return whole[column.offset : column.offset + len(column)]
+
+
+def _open_parquet(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path, read_dictionary=_NAME_COLUMNS, pre_buffer=False, buffer_size=1 << 20)
+    except FileNotFoundError as error:
+        raise StandardError("there is no such file", where=path) from error
+    except (pa.ArrowException, OSError) as error:
+        raise StandardError(
+            f"it is not a readable Parquet file: {_first_line(error)}",
+            where=path,
+            hint="the file is truncated or foreign: restore it from git, or record it again",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,80 @@
+"""Files that are either whole or absent: the one way in which this package replaces a file.
+
+The bytes go to a temporary file in the same folder, which is synced and renamed over the target, and then the
+folder is synced too. A reader, a crash or a kill at any moment sees the whole old file or the whole new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from e2e_registry.errors import StorageError
+
+_SUFFIX = ".tmp"
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; on leaving without an error it becomes ``path``, else it is removed.
+
+    The name starts with a dot and ends in ``.tmp``, so that no reader takes it for the file. Temporaries that
+    killed processes left behind are removed on the way.
+
+    Raises:
+        StorageError: The folder cannot be made or written, or the disk is full. ``path`` is then unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{_SUFFIX}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write: {error.strerror or error}", where=path, hint="the file there, if any, is unchanged"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write ``data`` as strict JSON, atomically."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(path: Path) -> None:
+    pattern = re.compile(re.escape(f".{path.name}.") + r"(\d+)\.[0-9a-f]{8}" + re.escape(_SUFFIX))
+    for entry in path.parent.iterdir():
+        match = pattern.fullmatch(entry.name)
+        if match and not _is_alive(int(match[1])):
+            with contextlib.suppress(OSError):
+                entry.unlink()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's process, or no way to ask: leave its file alone
+        return True
+    return True
