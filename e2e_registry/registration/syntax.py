@@ -1,0 +1,159 @@
+"""The syntax of a test file: parsing it, and which of its statements bind which module-level name."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from e2e_registry.errors import RegistrationError
+
+
+def parse(where: str, source: bytes) -> ast.Module:
+    """Return the syntax tree of a file; ``where`` names it in errors.
+
+    Raises:
+        RegistrationError: It is not Python; the message shows line and caret.
+        RecursionError: It is nested too deeply.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the file's escapes and comparisons: for whoever runs it
+            tree = ast.parse(source, where)
+            # Some errors, a repeated keyword among them, are found only when the tree is compiled.
+            compile(tree, where, "exec", dont_inherit=True)
+            return tree
+    except SyntaxError as error:
+        raise _syntax_error(where, error) from error
+    except (ValueError, MemoryError) as error:  # NUL bytes, and more nesting than the parser's stack holds
+        raise RegistrationError(f"is not valid Python: {str(error) or 'too deeply nested'}", where=where) from error
+
+
+def _syntax_error(where: str, error: SyntaxError) -> RegistrationError:
+    message = f"is not valid Python: {error.msg}"
+    if error.text is not None and error.offset:
+        text = error.text.rstrip("\r\n")
+        # Tabs stay tabs, so that the caret stands below its character however wide a terminal shows them.
+        indent = "".join("\t" if char == "\t" else " " for char in text[: error.offset - 1])
+        message = f"{message}\n    {text}\n    {indent}^"
+    return RegistrationError(message, where=f"{where}:{error.lineno}" if error.lineno else where)
+
+
+#: The nodes that have a place in the file.
+Node = ast.stmt | ast.expr | ast.excepthandler | ast.pattern
+
+
+class Binding(NamedTuple):
+    """One statement that binds a module-level name.
+
+    Attributes:
+        node: The binding statement or expression.
+        how: What it does, as a predicate of the name.
+        imported: The dotted name an import binds.
+        value: The expression that a plain top-level assignment binds.
+    """
+
+    node: Node
+    how: str
+    imported: str | None = None
+    value: ast.expr | None = None
+
+
+def module_bindings(tree: ast.Module) -> dict[str, list[Binding]]:
+    """Return every binding of each name in the scope of a module, in source order."""
+    return _BindingVisitor(tree).found
+
+
+class _BindingVisitor(ast.NodeVisitor):
+    def __init__(self, tree: ast.Module) -> None:
+        self.found: dict[str, list[Binding]] = {}
+        self.top_level = {id(statement) for statement in tree.body}
+        self.visit(tree)
+
+    def add(self, name: str, binding: Binding) -> None:
+        self.found.setdefault(name, []).append(binding)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            # `import a.b` binds `a`; `import a.b as c` binds `c` to `a.b`.
+            name, target = (alias.asname, alias.name) if alias.asname else [alias.name.partition(".")[0]] * 2
+            self.add(name, Binding(node, "is imported", imported=target))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        source = "." * node.level + (node.module or "")
+        for alias in node.names:
+            self.add(alias.asname or alias.name, Binding(node, "is imported", imported=f"{source}.{alias.name}"))
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.assign(node, node.targets, node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:  # `NAME: int` binds nothing
+            self.assign(node, [node.target], node.value)
+
+    def assign(self, node: ast.stmt, targets: Sequence[ast.expr], value: ast.expr) -> None:
+        self.visit(value)
+        if len(targets) == 1 and isinstance(targets[0], ast.Name) and id(node) in self.top_level:
+            self.add(targets[0].id, Binding(node, "is assigned", value=value))
+        else:
+            for target in targets:
+                self.visit(target)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Store):
+            self.add(node.id, Binding(node, "is assigned other than by a statement `NAME = literal` of its own"))
+        elif isinstance(node.ctx, ast.Del):
+            self.add(node.id, Binding(node, "is deleted"))
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        # The targets live in the comprehension; a `:=` in it binds in the module.
+        self.visit(node.iter)
+        for condition in node.ifs:
+            self.visit(condition)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        """Skip: nothing in a lambda binds a name of the module."""
+
+    def visit_scope(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        self.add(node.name, Binding(node, "is a class or function"))
+        for child in ast.iter_child_nodes(node):
+            if child not in node.body:  # decorators and defaults are evaluated in the module's scope
+                self.visit(child)
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Global):
+                for name in inner.names:
+                    self.add(name, Binding(inner, "is declared global, and may be assigned there,"))
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_scope  # noqa: N815
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+        if node.name is not None:
+            self.add(node.name, Binding(node, "is bound by `except`"))
+        self.generic_visit(node)
+
+    def visit_capture(self, node: ast.MatchAs | ast.MatchStar | ast.MatchMapping) -> None:
+        name = node.rest if isinstance(node, ast.MatchMapping) else node.name
+        if name is not None:
+            self.add(name, Binding(node, "is bound by `match`"))
+        self.generic_visit(node)
+
+    visit_MatchAs = visit_MatchStar = visit_MatchMapping = visit_capture  # noqa: N815
+
+
+def base_name(node: ast.AST) -> str | None:
+    """Return ``a`` of ``a.b[0].c``; None if the expression does not begin with a name."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def position(node: Node) -> tuple[int, int]:
+    """Return line and column, to order nodes of one file."""
+    return node.lineno, node.col_offset
+
+
+def source_of(node: ast.AST) -> str:
+    """Return an expression as one line of at most 60 characters, for messages."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
