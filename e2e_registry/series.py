@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from e2e_registry.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT32, FLOAT64, INT64, UINT64, DType
+from e2e_registry.dtypes import BOOL, FLOAT16, FLOAT32, FLOAT64, INT64, UINT64, DType
 from e2e_registry.errors import InvalidRunError
 
 if TYPE_CHECKING:
@@ -137,12 +137,15 @@ def decode_values(dtype: DType, bits: UInt64Array) -> Float64Array:
     """
     if dtype is FLOAT64:
         return bits.view(np.float64)
-    if dtype is FLOAT32:
-        return bits.astype(np.uint32).view(np.float32).astype(np.float64)
-    if dtype is FLOAT16:
-        return bits.astype(np.uint16).view(np.float16).astype(np.float64)
-    if dtype is BFLOAT16:
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    if dtype.is_float:
+        if dtype is FLOAT32:
+            native = bits.astype(np.uint32).view(np.float32)
+        elif dtype is FLOAT16:
+            native = bits.astype(np.uint16).view(np.float16)
+        else:
+            native = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        with np.errstate(invalid="ignore"):  # widening a signalling NaN is legal, and raises a flag
+            return native.astype(np.float64)
     if dtype is INT64:
         return bits.view(np.int64).astype(np.float64)
     if dtype is UINT64 or dtype is BOOL:

@@ -211,42 +211,43 @@ def write_standard(path: Path, stream: BatchStream, metadata: StandardMetadata) 
         StorageError: The file cannot be written; whatever was there is unchanged.
         InvalidRunError: The stream is out of order.
     """
-    digest = ContentDigest(metadata.observed)
-    with replacing(path) as temporary, _parquet_writer(temporary) as writer:
-        for table in _tables(stream, digest):
+    batches = list(stream)
+    written = StandardMetadata(
+        **{name: getattr(metadata, name) for name in metadata.__slots__ if name != "content_digest"},
+        content_digest=content_digest(batches, metadata.observed),
+    )
+    # The schema's metadata, and not only the file's, since that is what pyarrow and pandas hand on to their users;
+    # it has to be known before the first row is written, which is why the batches are gathered first.
+    text = json.dumps(written.to_json(), sort_keys=True, ensure_ascii=False, allow_nan=False)
+    schema = SCHEMA.with_metadata({METADATA_KEY: text.encode()})
+    with replacing(path) as temporary, _parquet_writer(temporary, schema) as writer:
+        for table in _tables(batches, schema):
             writer.write_table(table)
-        written = StandardMetadata(
-            **{name: getattr(metadata, name) for name in metadata.__slots__ if name != "content_digest"},
-            content_digest=digest.hexdigest(),
-        )
-        text = json.dumps(written.to_json(), sort_keys=True, ensure_ascii=False, allow_nan=False)
-        writer.add_key_value_metadata({METADATA_KEY: text.encode()})
     return written
 
 
-def _parquet_writer(path: Path) -> Any:
+def _parquet_writer(path: Path, schema: pa.Schema) -> Any:
     return pq.ParquetWriter(
         path,
-        SCHEMA,
+        schema,
         compression="zstd",
         use_dictionary=[*_NAME_COLUMNS, "digest"],
         column_encoding={"step": "DELTA_BINARY_PACKED", "seq": "DELTA_BINARY_PACKED"},
     )
 
 
-def _tables(stream: BatchStream, digest: ContentDigest) -> Iterator[pa.Table]:
+def _tables(stream: BatchStream, schema: pa.Schema) -> Iterator[pa.Table]:
     """Gather batches into row groups, so that a standard of short series is one row group and not hundreds."""
     pending: list[pa.RecordBatch] = []
     rows = 0
     for _, batches in iter_series(stream):
         for batch in batches:
-            digest.update(batch)
-            pending.append(_record_batch(batch))
+            pending.append(_record_batch(batch, schema))
             rows += len(batch)
             if rows >= _ROW_GROUP_ROWS:
-                yield pa.Table.from_batches(pending, SCHEMA).unify_dictionaries()
+                yield pa.Table.from_batches(pending, schema).unify_dictionaries()
                 pending, rows = [], 0
-    yield pa.Table.from_batches(pending, SCHEMA).unify_dictionaries()
+    yield pa.Table.from_batches(pending, schema).unify_dictionaries()
 
 
 # Arrays are built from buffers throughout: pa.array(), pa.table() and .to_numpy() import pandas on first use, which
@@ -269,7 +270,7 @@ def _constant(value: str, count: int) -> pa.Array:
     return pa.DictionaryArray.from_buffers(_NAME, count, [None, indices], _strings([value]))
 
 
-def _record_batch(batch: SeriesBatch) -> pa.RecordBatch:
+def _record_batch(batch: SeriesBatch, schema: pa.Schema) -> pa.RecordBatch:
     count = len(batch)
     arrays = [
         _constant(batch.key.metric, count),
@@ -284,7 +285,7 @@ def _record_batch(batch: SeriesBatch) -> pa.RecordBatch:
         else _primitive(decode_values(batch.dtype, batch.bits), pa.float64()),
         pa.nulls(count, pa.string()) if batch.digests is None else _strings(batch.digests),
     ]
-    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -304,7 +305,7 @@ class Standard:
         self.path = path
         self._file = _open_parquet(path)
         self._check_schema()
-        raw = (self._file.metadata.metadata or {}).get(METADATA_KEY)
+        raw = (self._file.schema_arrow.metadata or {}).get(METADATA_KEY)
         if raw is None:
             raise StandardError(
                 "it is a Parquet file, but not a standard: it has no e2e_registry metadata",
@@ -356,12 +357,6 @@ class Standard:
 
     def _check_schema(self) -> None:
         found = self._file.schema_arrow
-        if found.names != SCHEMA.names:
-            raise StandardError(
-                f"it is not a standard: its columns are {', '.join(found.names[:12])}",
-                where=self.path,
-                hint=f"a standard has the columns {', '.join(SCHEMA.names)}",
-            )
         for column in SCHEMA:
             have = found.field(column.name).type
             want = column.type
@@ -376,7 +371,7 @@ class Standard:
         groups = list(range(self._file.num_row_groups)) if row_groups is None else row_groups
         try:
             yield from self._file.iter_batches(_READ_ROWS, groups, columns)
-        except (pa.ArrowException, OSError) as error:
+        except _UNREADABLE as error:
             raise StandardError(f"it is damaged: {_first_line(error)}", where=self.path) from error
 
     def _split(self, record_batch: pa.RecordBatch, first_row: int) -> Iterator[SeriesBatch]:
@@ -407,10 +402,10 @@ class Standard:
     def _digests(self, column: pa.Array, dtype: DType, start: int, stop: int, first_row: int) -> list[str] | None:
         if not dtype.is_digest:
             return None
-        digests: list[str | None] = column.slice(start, stop - start).to_pylist()
+        digests = _texts(column.slice(start, stop - start), "digest", self.path)
         if None in digests:
             raise StandardError(f"row {first_row + start + digests.index(None)} has no digest", where=self.path)
-        return digests  # type: ignore[return-value]  # no None is left, which the list's type cannot say
+        return digests
 
     def _numbers(self, column: pa.Array, name: str, dtype: type[Any]) -> Any:
         if column.null_count:
@@ -446,7 +441,9 @@ class _Names:
         if column.null_count:
             raise StandardError(f"its column {name!r} holds nulls", where=path)
         self.codes = _numpy(column.indices, np.int32)
-        self._names: list[str] = column.dictionary.to_pylist()
+        self._names: list[str] = _texts(column.dictionary, name, path)
+        if len(self.codes) and not 0 <= self.codes.min() <= self.codes.max() < len(self._names):
+            raise StandardError(f"its column {name!r} is damaged: it names values that do not exist", where=path)
 
     def name_at(self, row: int) -> str:
         name: str = self._names[self.codes[row]]
@@ -456,23 +453,47 @@ class _Names:
         return {self._names[code] for code in np.unique(self.codes)}
 
 
+def _texts(column: pa.Array, name: str, path: Path) -> list[Any]:
+    """Return the strings of an Arrow array, None for nulls."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError as error:
+        raise StandardError(f"its column {name!r} holds text that is not UTF-8", where=path) from error
+
+
 def _numpy(column: pa.Array, dtype: type[Any]) -> Any:
     """View an Arrow array without nulls as NumPy, shape ``(n,)``; no copy."""
     whole = np.frombuffer(column.buffers()[1], dtype)
     return whole[column.offset : column.offset + len(column)]
 
 
+_UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+
+
 def _open_parquet(path: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path, read_dictionary=_NAME_COLUMNS, pre_buffer=False, buffer_size=1 << 20)
+        footer = pq.read_metadata(path)
+        _check_columns(footer.schema.names, path)
+        return pq.ParquetFile(
+            path, metadata=footer, read_dictionary=_NAME_COLUMNS, pre_buffer=False, buffer_size=1 << 20
+        )
     except FileNotFoundError as error:
         raise StandardError("there is no such file", where=path) from error
-    except (pa.ArrowException, OSError) as error:
+    except _UNREADABLE as error:
         raise StandardError(
             f"it is not a readable Parquet file: {_first_line(error)}",
             where=path,
             hint="the file is truncated or foreign: restore it from git, or record it again",
         ) from error
+
+
+def _check_columns(names: list[str], path: Path) -> None:
+    if names != SCHEMA.names:
+        raise StandardError(
+            f"it is not a standard: its columns are {', '.join(names[:12])}",
+            where=path,
+            hint=f"a standard has the columns {', '.join(SCHEMA.names)}",
+        )
 
 
 def _first_line(error: BaseException) -> str:
