@@ -315,6 +315,7 @@ def escape_from_root(text: str) -> str | None:
 
 def _describe(value: object) -> str:
     """Name a value from a TOML file and its TOML type."""
-    names = {bool: "boolean", int: "integer", float: "float", str: "string", list: "array", dict: "table"}
-    name = names.get(type(value), "date or time")
-    return f"the {name} {value!r}" if isinstance(value, bool | int | float | str) else f"a {name}"
+    if isinstance(value, bool | int | float | str):
+        names = {bool: "boolean", int: "integer", float: "float", str: "string"}
+        return f"the {names[type(value)]} {value!r}"
+    return "an array" if isinstance(value, list) else "a table" if isinstance(value, dict) else "a date or time"

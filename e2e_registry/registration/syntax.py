@@ -26,18 +26,23 @@ def parse(where: str, source: bytes) -> ast.Module:
             return tree
     except SyntaxError as error:
         raise _syntax_error(where, error) from error
-    except (ValueError, MemoryError) as error:  # NUL bytes, and more nesting than the parser's stack holds
-        raise RegistrationError(f"is not valid Python: {str(error) or 'too deeply nested'}", where=where) from error
+    except ValueError as error:
+        line = source.count(b"\n", 0, source.find(b"\0")) + 1 if b"\0" in source else 1
+        raise RegistrationError(f"is not valid Python: {error}", where=f"{where}:{line}") from error
+    except MemoryError as error:  # the parser's own stack; its memory is released by now
+        raise RecursionError("parser stack overflow") from error
 
 
 def _syntax_error(where: str, error: SyntaxError) -> RegistrationError:
     message = f"is not valid Python: {error.msg}"
     if error.text is not None and error.offset:
-        text = error.text.rstrip("\r\n")
-        # Tabs stay tabs, so that the caret stands below its character however wide a terminal shows them.
-        indent = "".join("\t" if char == "\t" else " " for char in text[: error.offset - 1])
-        message = f"{message}\n    {text}\n    {indent}^"
-    return RegistrationError(message, where=f"{where}:{error.lineno}" if error.lineno else where)
+        # A window, since a line can be as long as the file. Tabs stay tabs, so that the caret stands below its
+        # character however wide a terminal shows them.
+        start = max(0, error.offset - 1 - 60)
+        before, after = error.text[start : error.offset - 1], error.text[error.offset - 1 :].rstrip()[:40]
+        indent = "".join("\t" if char == "\t" else " " for char in before)
+        message = f"{message}\n    {before}{after}\n    {indent}^"
+    return RegistrationError(message, where=f"{where}:{error.lineno or 1}")
 
 
 #: The nodes that have a place in the file.
