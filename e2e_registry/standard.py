@@ -419,8 +419,10 @@ class Standard:
         """Decode ``seq`` of ``count`` rows from ``row`` on: the row groups they lie in, and no others."""
         groups, skip = self._row_groups(row, count)
         parts = [self._numbers(batch.column(0), "seq", np.int64) for batch in self._record_batches(["seq"], groups)]
-        whole: Int64Array = np.concatenate(parts)
-        return whole[skip : skip + count]
+        found: Int64Array = np.concatenate([np.zeros(0, np.int64), *parts])[skip : skip + count]
+        if len(found) != count:
+            raise StandardError("it is damaged: its row groups do not hold the rows that they claim", where=self.path)
+        return found
 
     def _row_groups(self, row: int, count: int) -> tuple[list[int], int]:
         ends = self._row_group_ends
