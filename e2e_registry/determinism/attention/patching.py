@@ -116,8 +116,13 @@ class _Patches:
     def replace(self, slot: _Slot, make: Callable[[Any], Any]) -> None:
         """Put ``make(what the slot holds)`` into the slot, once."""
         current = slot.read()
+        if current is None:
+            raise AttentionError(
+                f"{slot.name} does not exist in the installed version, so that its kernels cannot be forced",
+                hint="Install a version that this package knows: see the extra `recipes` in pyproject.toml.",
+            )
         _, _, ours = self.replaced.get(slot.name, (None, None, None))
-        if current is None or current is ours:
+        if current is ours:
             return
         replacement = make(current)
         slot.write(replacement)
@@ -212,24 +217,22 @@ def register_native_kernel(module: str | ModuleType, attribute: str) -> NativeKe
     return kernel
 
 
-def patch_flash_kernels(
-    libraries: Iterable[Library] = ("diffusers", "transformers"), *, refuse_rejected: bool = True
-) -> PatchReport:
+def patch_flash_kernels(libraries: Iterable[Library] = ("diffusers", "transformers")) -> PatchReport:
     """Force ``deterministic=True`` onto every flash entry point of this process, present and future.
 
     Call it in the actor, before the model is built. Calling it again finds what has appeared since, and wraps
-    nothing twice.
+    nothing twice. From then on diffusers' dispatch raises :class:`AttentionError` for the rejected backends, and
+    for flash under context parallelism; so do the loaders of both libraries, before they download a kernel.
 
     Args:
         libraries: The libraries to patch; those that are not installed are reported as skipped.
-        refuse_rejected: Also make diffusers' dispatch raise :class:`AttentionError` for the rejected backends, and
-            for flash under context parallelism.
 
     Returns:
         The report, which undoes.
 
     Raises:
-        AttentionError: diffusers is installed but cannot be imported.
+        AttentionError: A library is installed but cannot be imported, or is of a version whose internals differ
+            from those that this package patches.
     """
     report = PatchReport(_PATCHES)
     try:
@@ -237,7 +240,7 @@ def patch_flash_kernels(
             if importlib.util.find_spec(library) is None:
                 _PATCHES.skipped[library] = "not installed"
             elif library == "diffusers":
-                _patch_diffusers(import_dispatch(), refuse_rejected=refuse_rejected)
+                _patch_diffusers(import_dispatch())
             else:
                 _patch_transformers(importlib.import_module(TRANSFORMERS_FLASH))
         for kernel in _NATIVE.values():
@@ -285,7 +288,7 @@ def require_patched(plan: AttentionPlan | None = None) -> tuple[str, ...]:
     return patched
 
 
-def _patch_diffusers(dispatch: ModuleType, *, refuse_rejected: bool) -> None:
+def _patch_diffusers(dispatch: ModuleType) -> None:
     for name in DIFFUSERS_GLOBALS:
         _PATCHES.force(_Slot(f"{DISPATCH}.{name}", dispatch, name))
     for key in dispatch._HUB_KERNELS_REGISTRY:
@@ -293,11 +296,10 @@ def _patch_diffusers(dispatch: ModuleType, *, refuse_rejected: bool) -> None:
             _PATCHES.force(_hub_slot(dispatch, key))
     loader = "_maybe_download_kernel_for_backend"
     _PATCHES.replace(_Slot(f"{DISPATCH}.{loader}", dispatch, loader), lambda load: _loading_hub_kernels(dispatch, load))
-    if refuse_rejected:
-        backends = dispatch._AttentionBackendRegistry._backends
-        for key in list(backends):
-            slot = _Slot(f"{DISPATCH} backend {canonical_name(key)}", backends, key)
-            _PATCHES.replace(slot, functools.partial(_guarded, classify(key)))
+    backends = dispatch._AttentionBackendRegistry._backends
+    for key in list(backends):
+        slot = _Slot(f"{DISPATCH} backend {canonical_name(key)}", backends, key)
+        _PATCHES.replace(slot, functools.partial(_guarded, classify(key)))
 
 
 def _hub_slot(dispatch: ModuleType, key: Any) -> _Slot:

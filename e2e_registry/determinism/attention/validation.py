@@ -31,6 +31,9 @@ TRANSFORMERS_VARIABLE = "FLASH_ATTENTION_DETERMINISTIC"
 DISPATCH = "diffusers.models.attention_dispatch"
 TRANSFORMERS_FLASH = "transformers.modeling_flash_attention_utils"
 
+#: What is read of diffusers beside its public names; without it neither the check nor the patch means anything.
+_INTERNALS = ("_AttentionBackendRegistry", "_HUB_KERNELS_REGISTRY")
+
 #: Packages whose presence makes transformers' flash implementations loadable, tried in this order.
 _FLASH_PACKAGES = {
     "flash_attention_2": "flash_attn",
@@ -277,12 +280,13 @@ def refuse(choices: tuple[AttentionChoice, ...] | list[AttentionChoice]) -> None
     rejected = [choice for choice in choices if not choice.backend.is_accepted]
     if not rejected:
         return
-    instead = "; ".join(dict.fromkeys(choice.backend.instead for choice in rejected))
     first = rejected[0]
     if len(rejected) == 1:
-        raise AttentionError(_complaint(first), where=first.where, hint=f"Use {instead} instead.")
+        raise AttentionError(_complaint(first), where=first.where, hint=f"Use {first.backend.instead} instead.")
     lines = [f"{choice.where}: {_complaint(choice)}" for choice in rejected]
-    raise AttentionError("\n".join(lines), hint=f"Use {instead} instead.")
+    rows = dict.fromkeys(choice.backend for choice in rejected)
+    hints = [f"Instead of {row.name!r} use {row.instead}." for row in rows]
+    raise AttentionError("\n".join(lines), hint="\n  ".join(hints))
 
 
 def _complaint(choice: AttentionChoice) -> str:
@@ -312,14 +316,15 @@ def _verify(
     present = {name: function for name, function in found.items() if function is not None}
     reason = None
     if not present:
-        reason = f"{' and '.join(found)} cannot be found here: not installed, too old, or failing to import"
+        package = "" if row.klass is AttentionClass.PATCH else ", and neither is `kernels`, which would load it"
+        reason = f"its {' or '.join(row.entry_points)} is not installed here, too old, or fails to import{package}"
     for name, function in present.items():
         if not exposes_deterministic(function):
             reason = f"its own entry point {name} ({describe(function)}) has no `deterministic` parameter"
     if reason is None:
         return choice, True
     instead = SDPA_INSTEAD if library == "diffusers" else TRANSFORMERS_INSTEAD
-    instead = f"a version of its package whose {' and '.join(found)} takes `deterministic`, or {instead}"
+    instead = f"a package whose {' and '.join(row.entry_points)} takes `deterministic`, or {instead}"
     return replace(choice, backend=row.rejected(reason, instead)), True
 
 
@@ -332,7 +337,7 @@ def _diffusers_entry_points(row: BackendClass) -> dict[str, Callable[..., Any] |
     config = next((config for key, config in registry.items() if canonical_name(key) == row.name), None)
     if config is not None and config.kernel_fn is not None:
         return {row.entry_points[0]: config.kernel_fn}
-    return None if importlib.util.find_spec("kernels") else {"the `kernels` package": None}
+    return None if importlib.util.find_spec("kernels") else {}
 
 
 def _transformers_entry_points(row: BackendClass) -> dict[str, Callable[..., Any] | None] | None:
@@ -346,7 +351,7 @@ def _transformers_entry_points(row: BackendClass) -> dict[str, Callable[..., Any
     # Without the package, transformers loads the same implementation from the hub through `kernels`.
     if not any(found.values()) and importlib.util.find_spec("kernels"):
         return None
-    return found or dict.fromkeys(row.entry_points)
+    return found
 
 
 def _functions_of(package: str, names: tuple[str, ...]) -> dict[str, Callable[..., Any] | None]:
@@ -363,13 +368,20 @@ def import_dispatch() -> ModuleType:
     """Import diffusers' dispatch module, with ``DIFFUSERS_ATTN_BACKEND`` spelled as it can read it.
 
     Raises:
-        AttentionError: diffusers is not installed or cannot be imported.
+        AttentionError: diffusers is not installed, cannot be imported, or differs from what this package reads.
     """
     canonicalise_environment(os.environ)
     try:
-        return importlib.import_module(DISPATCH)
+        dispatch = importlib.import_module(DISPATCH)
     except (ImportError, RuntimeError, ValueError) as error:
         raise AttentionError(
             f"diffusers' attention dispatch cannot be imported here: {error}",
             hint=f"Install diffusers, and let {VARIABLE} name one of its backends before diffusers is imported.",
         ) from error
+    missing = [name for name in _INTERNALS if not hasattr(dispatch, name)]
+    if missing:
+        raise AttentionError(
+            f"the installed diffusers has no {' and '.join(missing)} in {DISPATCH}",
+            hint="Install a version that this package knows: see the extra `recipes` in pyproject.toml.",
+        )
+    return dispatch
