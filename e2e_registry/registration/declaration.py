@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Required, TypedDict
+from typing import Required, TypedDict, TypeGuard
 
 from e2e_registry.errors import UsageError
 from e2e_registry.registration.place import Place
@@ -169,11 +170,11 @@ class Registration:
         """Return the same test under another seed.
 
         Raises:
-            UsageError: The seed is not a whole number from 0 on.
+            UsageError: The seed is not one that :func:`is_seed` accepts.
             RegistrationError: ``args`` or ``command`` hold a literal ``--seed``, which the seed would contradict.
         """
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise UsageError(f"seed={seed!r} must be a whole number from 0 on")
+        if not is_seed(seed):
+            raise UsageError(f"seed={seed!r} must be {SEED_RULE}")
         refuse_literal_seed(self.command, self.args, self.place)
         return dataclasses.replace(self, seed=seed)
 
@@ -253,6 +254,15 @@ class Registration:
         return expand
 
 
+#: What :func:`is_seed` accepts; ``torch.manual_seed`` takes no more.
+SEED_RULE = "a whole number from 0 to 2**64 - 1"
+
+
+def is_seed(value: object) -> TypeGuard[int]:
+    """Whether every generator that a recipe may seed can take ``value``, before it narrows it itself."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64
+
+
 def indexed(argument: str, tokens: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (``args[0]``, token) and so on: each item of a list with its place in the call."""
     return ((f"{argument}[{at}]", token) for at, token in enumerate(tokens))
@@ -283,8 +293,8 @@ def refuse_literal_seed(command: Sequence[str] | None, args: Sequence[str], plac
     Raises:
         RegistrationError: ``--seed`` stands in ``command`` or ``args`` and is not followed by ``{seed}``.
     """
-    tokens = [*indexed("command", command or ()), *indexed("args", args)]
-    for (argument, token), (_, following) in zip(tokens, [*tokens[1:], ("", "")], strict=True):
+    tokens = [*indexed("command", command or ()), *indexed("args", args), ("", "")]
+    for (argument, token), (_, following) in itertools.pairwise(tokens):
         option, _, value = token.partition("=")
         if option == "--seed" and not has_seed_field(value or following):
             raise place.error(argument, f"{token!r} and seed= both set the seed", "remove one of the two")

@@ -49,8 +49,8 @@ def blaming(place: Place, argument: str) -> Iterator[None]:
         raise
     except UsageError as error:
         raise place.error(argument, error.message, error.hint) from error
-    except OverflowError as error:
-        raise place.error(argument, "a bound is too large for a float64") from error
+    except (OverflowError, ValueError) as error:  # ValueError: too many digits to be written in the message
+        raise place.error(argument, "a number is too large for a float64") from error
 
 
 class Location(NamedTuple):

@@ -266,7 +266,7 @@ class _Module:
         (binding,) = found
         if binding.value is None:
             raise self.refusal(node, argument, f"`{name}` {binding.how} on line {lines[0]}: no constant", _ALLOWED)
-        if position(binding.node) > position(use):
+        if position(binding.node) >= position(use):
             raise self.refusal(node, argument, f"`{name}` is assigned on line {lines[0]}, after its use", "move it up")
         literal = self.evaluate(binding.value, argument, binding.node)
         if isinstance(literal.value, list | dict):

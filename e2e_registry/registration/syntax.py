@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,32 +18,37 @@ def parse(where: str, source: bytes) -> ast.Module:
         RegistrationError: It is not Python; the message shows line and caret.
         RecursionError: It is nested too deeply.
     """
+    if b"\0" in source:
+        line = source.count(b"\n", 0, source.index(b"\0")) + 1
+        raise RegistrationError("holds a NUL byte", where=f"{where}:{line}", hint="save it as UTF-8")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the file's escapes and comparisons: for whoever runs it
-            tree = ast.parse(source, where)
+            # No real name, or Python would look for the text of an erroneous line in a file of that name.
+            tree = ast.parse(source, "<test>")
             # Some errors, a repeated keyword among them, are found only when the tree is compiled.
-            compile(tree, where, "exec", dont_inherit=True)
+            compile(tree, "<test>", "exec", dont_inherit=True)
             return tree
     except SyntaxError as error:
-        raise _syntax_error(where, error) from error
-    except ValueError as error:
-        line = source.count(b"\n", 0, source.find(b"\0")) + 1 if b"\0" in source else 1
-        raise RegistrationError(f"is not valid Python: {error}", where=f"{where}:{line}") from error
+        line = error.lineno or 1
+        shown = _marked_line(error.text or _line(source, line), error.offset) if error.offset else ""
+        raise RegistrationError(f"is not valid Python: {error.msg}{shown}", where=f"{where}:{line}") from error
     except MemoryError as error:  # the parser's own stack; its memory is released by now
         raise RecursionError("parser stack overflow") from error
 
 
-def _syntax_error(where: str, error: SyntaxError) -> RegistrationError:
-    message = f"is not valid Python: {error.msg}"
-    if error.text is not None and error.offset:
-        # A window, since a line can be as long as the file. Tabs stay tabs, so that the caret stands below its
-        # character however wide a terminal shows them.
-        start = max(0, error.offset - 1 - 60)
-        before, after = error.text[start : error.offset - 1], error.text[error.offset - 1 :].rstrip()[:40]
-        indent = "".join("\t" if char == "\t" else " " for char in before)
-        message = f"{message}\n    {before}{after}\n    {indent}^"
-    return RegistrationError(message, where=f"{where}:{error.lineno or 1}")
+def _line(source: bytes, line: int) -> str:
+    lines = re.split("\r\n|\r|\n", source.decode(errors="replace"))  # splitlines() would also split at form feeds
+    return lines[line - 1] if line <= len(lines) else ""
+
+
+def _marked_line(text: str, offset: int) -> str:
+    """Return a line and, below it, a caret at the 1-based ``offset``; only a window of a long line."""
+    start = max(0, offset - 1 - 60)
+    before, after = text[start : offset - 1], text[offset - 1 :].rstrip()[:40]
+    # Tabs stay tabs, so that the caret stands below its character however wide a terminal shows them.
+    indent = "".join("\t" if char == "\t" else " " for char in before)
+    return f"\n    {before}{after}\n    {indent}^"
 
 
 #: The nodes that have a place in the file.
@@ -160,5 +166,8 @@ def position(node: Node) -> tuple[int, int]:
 
 def source_of(node: ast.AST) -> str:
     """Return an expression as one line of at most 60 characters, for messages."""
-    text = " ".join(ast.unparse(node).split())
+    try:
+        text = " ".join(ast.unparse(node).split())
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return type(node).__name__
     return text if len(text) <= 60 else f"{text[:57]}..."

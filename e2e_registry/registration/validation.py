@@ -11,6 +11,7 @@ from e2e_registry.config import Settings, did_you_mean, escape_from_root
 from e2e_registry.errors import RegistrationError
 from e2e_registry.registration.coverage import check_coverage
 from e2e_registry.registration.declaration import (
+    SEED_RULE,
     InvariantKeywords,
     Quarantine,
     QuarantineKeywords,
@@ -18,6 +19,7 @@ from e2e_registry.registration.declaration import (
     RegistrationKeywords,
     has_seed_field,
     indexed,
+    is_seed,
     refuse_literal_seed,
 )
 from e2e_registry.registration.place import Location, Place, blaming
@@ -65,7 +67,7 @@ def validate(
         num_cpus=call.whole("num_cpus", 1, minimum=1),
         num_gpus=num_gpus,
         platforms=call.platforms(),
-        seed=call.optional_whole("seed"),
+        seed=call.seed(),
         quarantine=call.quarantine(),
         argument_lines=lines,
     )
@@ -143,8 +145,11 @@ class _Call:
             raise self.wrong_type(argument, value, f"a whole number from {minimum} on")
         return value
 
-    def optional_whole(self, argument: str) -> int | None:
-        return None if self.keywords.get(argument) is None else self.whole(argument, 0, minimum=0)
+    def seed(self) -> int | None:
+        value = self.keywords.get("seed")
+        if value is not None and not is_seed(value):
+            raise self.wrong_type("seed", value, SEED_RULE)
+        return value
 
     def seconds(self, argument: str, default: float | None) -> float:
         value = self.keywords.get(argument)
@@ -320,7 +325,10 @@ class _Call:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "an integer of thousands of digits"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
