@@ -176,7 +176,7 @@ def _patterns(dtype: DType, values: list[Any]) -> UInt64Array:
 def _check_types(values: list[Any], allowed: set[type]) -> None:
     if not set(map(type, values)) <= allowed:
         at = next(at for at, value in enumerate(values) if type(value) not in allowed)
-        raise _BadValue(at, "is not a")
+        raise _BadValue(at, "is not of dtype")
 
 
 def _integer_patterns(dtype: DType, values: list[int]) -> UInt64Array:

@@ -29,9 +29,9 @@ def digest_of(value: object) -> str:
       little-endian, whatever the strides, byte order and device are. So float32 1.0 and bfloat16 1.0 differ, -0.0 and
       0.0 differ, NaN payloads count, and a tensor and an array of the same content agree.
     - ``None``, ``bool``, ``int``, ``float``, and lists and tuples that hold only these and strings: their JSON without
-      spaces, non-ASCII characters escaped: ``[3,1,2]``, ``["a","b"]``. NumPy scalars in such a list must be
-      converted, or passed as one array.
-    - other lists and tuples: a line for each element, its digest in hex and a newline.
+      spaces, non-ASCII characters escaped: ``[3,1,2]``, ``["a","b"]``.
+    - other lists and tuples (NumPy scalars among the elements count as arrays): a line for each element, its digest
+      in hex and a newline.
     - mappings (a ``state_dict``, also an optimizer's, nested to any depth): a line for each entry, sorted by name: the
       digest in hex of its value, two spaces, the name (``str`` or ``int``) as JSON with non-ASCII characters escaped,
       and a newline.
@@ -60,7 +60,7 @@ def digest_of(value: object) -> str:
             return hashlib.sha256(_json(value).encode()).hexdigest()
         return _digest_sequence(value)
     raise RecordingError(
-        f"a {type(value).__name__} has no bytes to digest",
+        f"a value of type {type(value).__name__} has no bytes to digest",
         hint="digest bytes, a string, a tensor, or mappings and lists of these",
     )
 

@@ -53,7 +53,8 @@ class MetricRecorder:
         self._fd: int | None = None
         self._end: str | None = None
         directory = run_dir if run_dir is not None else os.environ.get(RUN_DIR_VARIABLE) or None
-        self.run_dir = None if directory is None else Path(directory)
+        # Absolute, because the state is written later, perhaps after a chdir().
+        self.run_dir = None if directory is None else Path(directory).absolute()
         if self.run_dir is None:
             message = f"no run_dir given and {RUN_DIR_VARIABLE} is not set: this MetricRecorder records nothing"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -87,6 +88,8 @@ class MetricRecorder:
             return
         if type(step) is not int or not INT64_MIN <= step <= INT64_MAX:
             step = _whole_step(step)
+        if type(metrics) is not dict and not isinstance(metrics, Mapping):
+            raise RecordingError(f"log() takes a mapping of names to values, not a {type(metrics).__name__}")
         keys = self._keys
         groups: dict[str, list[str]] = {}
         for name, value in metrics.items():
@@ -155,9 +158,12 @@ class MetricRecorder:
     def _claim_file(self, path: Path) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.parent.is_dir():
+                path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, flags, 0o644)
-        except FileExistsError:
+        except FileExistsError as error:
+            if error.filename != str(path):  # the run directory's name belongs to a file
+                raise StorageError("the run directory is a file", where=path.parent) from None
             raise RecordingError(
                 f"the file of role {self.role!r}, rank {self.rank} exists already{_claimant(path)}",
                 where=path,
@@ -249,8 +255,8 @@ def _whole_step(step: Any) -> int:
     """Return a step that is not a plain int64: an integer of NumPy or torch, or a subclass of int."""
     try:
         group, text = encoder_for(type(step))(step)
-    except RecordingError as error:
-        raise RecordingError(f"step {step!r} is not an int64", hint=error.hint) from None
+    except RecordingError:
+        group, text = "", ""
     if group not in (INT64.name, UINT64.name) or int(text) > INT64_MAX:
         raise RecordingError(f"step {step!r} is not an int64", hint="pass the step as an int")
     return int(text)
@@ -266,19 +272,15 @@ def _claimant(path: Path) -> str:
 
 
 def _replace_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the former content or all of ``text``, even after a crash."""
+    """Write a file so that a reader finds the former content or all of ``text``, though this process be killed.
+
+    Not flushed to the disk, as the values are not either: a recording need not survive the machine, and a log() call
+    must not wait for a disk.
+    """
     temporary = path.with_name(f".{path.name}.{_getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

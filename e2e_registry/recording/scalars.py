@@ -86,7 +86,7 @@ def _find_encoder(kind: type) -> Encoder:
     for base in (bool, int, float):
         if issubclass(kind, base):
             return ENCODERS[base]
-    return _refuse(f"a {kind.__module__}.{kind.__qualname__} is not a number".replace("builtins.", ""))
+    return _refuse(f"a value of type {kind.__qualname__} is not a real number")
 
 
 def _refuse(message: str) -> Encoder:
