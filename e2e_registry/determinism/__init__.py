@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from e2e_registry.determinism.doctor import Finding, Severity, judge
+    from e2e_registry.determinism.doctor import Finding, Severity, judge, problems
     from e2e_registry.determinism.profiles import PROFILES, Profile, Variable, get_profile
     from e2e_registry.determinism.relaunch import LateVariable, bootstrap, late_variables
     from e2e_registry.determinism.seeding import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         worker_rng,
     )
     from e2e_registry.determinism.state import initial_environment, read_state
-    from e2e_registry.determinism.switches import Switches, apply, deterministic_mode
+    from e2e_registry.determinism.switches import DeterminismError, Switches, apply, deterministic_mode
     from e2e_registry.determinism.variables import (
         CAPTURED_VARIABLES,
         ChildEnvironment,
@@ -45,6 +45,7 @@ _HOMES = {
     "Finding": "doctor",
     "Severity": "doctor",
     "judge": "doctor",
+    "problems": "doctor",
     "PROFILES": "profiles",
     "Profile": "profiles",
     "Variable": "profiles",
@@ -58,6 +59,7 @@ _HOMES = {
     "worker_rng": "seeding",
     "initial_environment": "state",
     "read_state": "state",
+    "DeterminismError": "switches",
     "Switches": "switches",
     "apply": "switches",
     "deterministic_mode": "switches",
@@ -74,6 +76,7 @@ __all__ = [
     "CAPTURED_VARIABLES",
     "PROFILES",
     "ChildEnvironment",
+    "DeterminismError",
     "Finding",
     "LateVariable",
     "Origin",
@@ -93,6 +96,7 @@ __all__ = [
     "late_variables",
     "make_deterministic",
     "pin_differences",
+    "problems",
     "read_state",
     "runtime_env_variables",
     "sample_id_digest",

@@ -140,13 +140,13 @@ _THREADS = (
     ),
     Variable(
         *("MKL_NUM_THREADS", "1", "MKL inside torch", When.LIBRARY_LOAD, True),
-        why="takes precedence over OMP_NUM_THREADS for MKL",
+        why="MKL takes it before OMP_NUM_THREADS, and torch takes MKL's number",
         evidence=Evidence.LIBRARY,
         modules=_NUMERIC,
     ),
     Variable(
         *("OPENBLAS_NUM_THREADS", "1", "OpenBLAS inside NumPy and SciPy", When.LIBRARY_LOAD, True),
-        why="takes precedence over OMP_NUM_THREADS for OpenBLAS",
+        why="OpenBLAS takes it before OMP_NUM_THREADS",
         evidence=Evidence.LIBRARY,
         modules=("numpy", "scipy"),
     ),
@@ -244,22 +244,22 @@ _NATIVE_KERNELS = (
 
 _CUDA = (
     Variable(
-        *("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "cuBLAS and torch, when a handle is made", When.CUDA_START, True),
-        why="a workspace of fixed buffers; :16:8 is deterministic too, but limits cuBLASLt's workspace. Costs about "
-        "32 MiB a handle. Without it torch's deterministic mode raises at the first matrix product",
+        *("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "cuBLAS and torch", When.CUDA_START, True),
+        why="without it cuBLAS may reorder sums, and torch's deterministic mode raises at the first matrix product; "
+        ":16:8 is deterministic too but limits cuBLASLt's workspace; about 32 MiB a handle",
     ),
     Variable(
-        *("NCCL_ALGO", "^NVLS", "NCCL, when a communicator is made", When.NCCL_INIT, True),
+        *("NCCL_ALGO", "^NVLS", "NCCL", When.NCCL_INIT, True),
         why="reductions inside the switch have no fixed order; torch sets the same in deterministic mode, but only "
         "before the process's first communicator and only if unset",
     ),
     Variable(
-        *("NCCL_DETERMINISTIC", "1", "nothing: no current NCCL reads it (2.30.7 does not)", When.NCCL_INIT, False),
-        why="set because several frameworks and their readers expect it; do not rely on it",
+        *("NCCL_DETERMINISTIC", "1", "nothing", When.NCCL_INIT, False),
+        why="no current NCCL reads it (2.30.7 does not); set because frameworks expect it, not to be relied on",
     ),
     Variable(
-        *("FLASH_ATTENTION_DETERMINISTIC", "1", "transformers, not flash-attn itself", When.CALL, True),
-        why="passes deterministic=True where transformers calls flash-attn",
+        *("FLASH_ATTENTION_DETERMINISTIC", "1", "transformers", When.CALL, True),
+        why="makes transformers pass deterministic=True to flash-attn, which does not read it by itself",
         evidence=Evidence.VARIABLE_IF_LOADED,
         modules=("transformers",),
     ),

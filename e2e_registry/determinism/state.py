@@ -49,6 +49,11 @@ def set_in_process(name: str, value: str, *, in_time: bool) -> None:
     _SET_IN_PROCESS[name] = in_time
 
 
+def was_set_in_time(name: str) -> bool:
+    """Whether this package set the variable inside this process before its reader had started."""
+    return _SET_IN_PROCESS.get(name, False)
+
+
 @functools.cache
 def initial_environment() -> Mapping[str, str] | None:
     """Return the environment that this process was started with; None where the system does not keep it.

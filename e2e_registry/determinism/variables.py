@@ -41,13 +41,15 @@ __all__ = [
     "Profile",
     "Variable",
     "When",
+    "at",
     "capture_variables",
     "captured_value",
     "child_environment",
     "get_profile",
-    "initial_value",
     "is_captured",
+    "judged_value",
     "numpy_disable_value",
+    "pin_difference",
     "pin_differences",
     "runtime_env_variables",
 ]
@@ -56,12 +58,12 @@ __all__ = [
 class Origin(enum.Enum):
     """Who decided a variable's value."""
 
-    TRAIN_ENV_VARS = "--train-env-vars"
-    REGISTRATION = "the registration's env="
-    CALLER = "the caller's environment"
-    PROFILE = "the profile"
-    UNSET = "nobody"
-    PROCESS = "the process"
+    TRAIN_ENV_VARS = "set by --train-env-vars"
+    REGISTRATION = "set by the registration's env="
+    CALLER = "set in the caller's environment"
+    PROFILE = "set by the profile"
+    UNSET = "set by nobody"
+    PROCESS = "found in the process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class PinDifference:
         """Render as one line that names the pin, both values and the origin."""
         expected = "unset" if self.expected is None else repr(self.expected)
         actual = "unset" if self.actual is None else repr(self.actual)
-        source = f"set by {self.origin.value}"
+        source = self.origin.value
         if self.read_from != "environment":
             source = f"{source}, read from {self.read_from}"
         return f"{self.name}: the profile pins {expected}, effective is {actual} ({source})"
@@ -261,7 +263,7 @@ def capture_variables(environment: Mapping[str, str]) -> dict[str, str]:
 State = Mapping[str, Any]
 
 
-def _at(state: State | None, *path: str) -> Any:
+def at(state: State | None, *path: str) -> Any:
     """Return a value out of nested mappings, None where any level is missing: states may come from other versions."""
     value: Any = state
     for key in path:
@@ -269,20 +271,27 @@ def _at(state: State | None, *path: str) -> Any:
     return value
 
 
-def initial_value(state: State | None, child: ChildEnvironment | None, name: str) -> tuple[str | None, bool]:
-    """Return what a process was started with for ``name``, and whether that is known at all.
+def judged_value(
+    variable: Variable, state: State | None, child: ChildEnvironment | None = None
+) -> tuple[str | None, bool]:
+    """Return the value that decides whether ``variable`` holds, and whether any is known.
 
-    A variable that :func:`~e2e_registry.determinism.seeding.make_deterministic` set in time counts as given.
-    Where the initial environment cannot be read (no ``/proc``), the current one stands in, and without a state
-    what the launcher gave.
+    It is what the process was started with, except that the current value counts for a variable that is read at
+    each call, and for one that :func:`~e2e_registry.determinism.seeding.make_deterministic` set in time. Where
+    the system does not tell the initial environment the current one stands in, and without a state what the
+    launcher gave.
     """
-    variables = _at(state, "variables")
+    variables = at(state, "variables")
     if isinstance(variables, Mapping):
-        entry = variables.get(name)
-        in_time = _at(entry, "set_in_time") is True or _at(state, "process", "initial_environment_known") is False
-        return _at(entry, "current" if in_time else "initial"), True
+        entry = variables.get(variable.name)
+        is_current = (
+            variable.when is When.CALL
+            or at(entry, "set_in_time") is True
+            or at(state, "process", "initial_environment_known") is False
+        )
+        return at(entry, "current" if is_current else "initial"), True
     if child is not None:
-        return child.variables.get(name), True
+        return child.variables.get(variable.name), True
     return None, False
 
 
@@ -305,23 +314,23 @@ def _first_other(found: Mapping[str, Any], expected: str) -> _Answer | None:
 
 def _openblas(key: str) -> Callable[[Variable, State], _Answer | None]:
     def ask(variable: Variable, state: State) -> _Answer | None:
-        libraries = _at(state, "determinism", "openblas")
+        libraries = at(state, "determinism", "openblas")
         if not isinstance(libraries, list):
             return None
         if libraries and variable.value is None:
             return None
-        return _first_other({str(_at(lib, "library")): _at(lib, key) for lib in libraries}, variable.value or "")
+        return _first_other({str(at(lib, "library")): at(lib, key) for lib in libraries}, variable.value or "")
 
     return ask
 
 
 def _numpy(variable: Variable, state: State) -> _Answer | None:
-    determinism = _at(state, "determinism")
+    determinism = at(state, "determinism")
     if determinism is None or "numpy" not in determinism:
         return None
     if determinism["numpy"] is None:
         return _Answer(True)
-    targets = _at(determinism, "numpy", "dispatch_targets")
+    targets = at(determinism, "numpy", "dispatch_targets")
     if targets is None or variable.name != "NPY_DISABLE_CPU_FEATURES" or variable.value is None:
         return None
     above = [name for name in targets if name not in NUMPY_BASELINE]
@@ -329,48 +338,46 @@ def _numpy(variable: Variable, state: State) -> _Answer | None:
 
 
 def _torch(state: State) -> Any:
-    return _at(state, "determinism", "torch")
+    return at(state, "determinism", "torch")
 
 
 def _threads(variable: Variable, state: State) -> _Answer | None:
     if _torch(state) is None:
         return None
-    runtimes = {str(_at(lib, "library")): _at(lib, "max_threads") for lib in _at(state, "determinism", "openmp") or []}
-    return _first_other(
-        {"torch.get_num_threads()": _at(_torch(state), "num_threads"), **runtimes}, variable.value or ""
-    )
+    runtimes = {str(at(lib, "library")): at(lib, "max_threads") for lib in at(state, "determinism", "openmp") or []}
+    return _first_other({"torch.get_num_threads()": at(_torch(state), "num_threads"), **runtimes}, variable.value or "")
 
 
 def _mkl_threads(variable: Variable, state: State) -> _Answer | None:
-    threads = _at(_torch(state), "mkl", "max_threads")
+    threads = at(_torch(state), "mkl", "max_threads")
     return None if threads is None else _first_other({"mkl_get_max_threads()": threads}, variable.value or "")
 
 
 def _dynamic(_: Variable, state: State) -> _Answer | None:
     # One thread cannot become fewer, so the runtime's freedom to use fewer changes nothing.
-    return _Answer(True) if _at(_torch(state), "num_threads") == 1 else None
+    return _Answer(True) if at(_torch(state), "num_threads") == 1 else None
 
 
 def _capability(variable: Variable, state: State) -> _Answer | None:
-    actual = _at(_torch(state), "cpu_capability")
+    actual = at(_torch(state), "cpu_capability")
     if actual is None or variable.value is None:
         return None
     return _first_other({"torch.backends.cpu.get_cpu_capability()": actual}, variable.value)
 
 
 def _mkl_branch(variable: Variable, state: State) -> _Answer | None:
-    actual = _at(_torch(state), "mkl", "cbwr")
+    actual = at(_torch(state), "mkl", "cbwr")
     return None if actual is None else _first_other({"MKL's CNR branch": actual}, variable.value or "")
 
 
 def _hash_seed(variable: Variable, state: State) -> _Answer | None:
-    if _at(state, "process", "hash_randomization") is None:
+    if at(state, "process", "hash_randomization") is None:
         return None
-    return _Answer(not _at(state, "process", "hash_randomization"), "random", "sys.flags.hash_randomization")
+    return _Answer(not at(state, "process", "hash_randomization"), "random", "sys.flags.hash_randomization")
 
 
 def _no_gpu(_: Variable, state: State) -> _Answer:
-    gpus = _at(state, "gpus")
+    gpus = at(state, "gpus")
     return _Answer(not gpus, f"{len(gpus or ())} GPU(s) in use", "torch.cuda.is_initialized()")
 
 
@@ -405,12 +412,13 @@ def pin_differences(
     Raises:
         UsageError: There is no such profile.
     """
-    differences = (_difference(variable, state, child) for variable in get_profile(profile).pins)
+    differences = (pin_difference(variable, state, child) for variable in get_profile(profile).pins)
     return [difference for difference in differences if difference is not None]
 
 
-def _difference(variable: Variable, state: State | None, child: ChildEnvironment | None) -> PinDifference | None:
-    value, is_known = initial_value(state, child, variable.name)
+def pin_difference(variable: Variable, state: State | None, child: ChildEnvironment | None) -> PinDifference | None:
+    """Return how one pin fails to hold in a process; None if it holds, or if nothing is known of it."""
+    value, is_known = judged_value(variable, state, child)
     answer = _ASK[variable.name](variable, state) if state is not None and variable.name in _ASK else None
     if variable.evidence is Evidence.LIBRARY and answer is not None and answer.holds:
         return None
@@ -427,5 +435,5 @@ def _difference(variable: Variable, state: State | None, child: ChildEnvironment
 
 
 def _has_loaded(state: State, variable: Variable) -> bool:
-    software = _at(state, "software") or {}
+    software = at(state, "software") or {}
     return any(module in software for module in variable.modules)
