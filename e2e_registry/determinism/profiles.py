@@ -25,7 +25,11 @@ NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 class When(enum.Enum):
-    """The latest moment at which setting a variable still has an effect."""
+    """The latest moment at which setting a variable still has an effect.
+
+    Some libraries read theirs at their first call rather than when they are loaded (MKL its ``MKL_CBWR``), which
+    cannot be seen from outside; both are ``LIBRARY_LOAD``.
+    """
 
     PROCESS_START = "process start"
     LIBRARY_LOAD = "library load"
@@ -62,6 +66,10 @@ def _hwcaps(value: str) -> str:
 
 def _names(value: str) -> str:
     return " ".join(sorted(set(value.replace(",", " ").split())))
+
+
+def _cnr_branch(value: str) -> str:
+    return value.removeprefix("BRANCH=")
 
 
 def _off_by_default(value: str) -> str:
@@ -178,6 +186,7 @@ _REPEATABLE_MKL = Variable(
     "results at sixteen alignments, on one thread",
     evidence=Evidence.VARIABLE_AND_LIBRARY,
     modules=("torch",),
+    canonical=_cnr_branch,
 )
 
 _PORTABLE_KERNELS = (
@@ -193,6 +202,7 @@ _PORTABLE_KERNELS = (
         why="one code path on every CPU; on CPUs that are not Intel's every other value means AUTO (case matters)",
         evidence=Evidence.VARIABLE_AND_LIBRARY,
         modules=("torch",),
+        canonical=_cnr_branch,
     ),
     Variable(
         *("ONEDNN_MAX_CPU_ISA", "SSE41", "oneDNN inside torch", When.LIBRARY_LOAD, True),

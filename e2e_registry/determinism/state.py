@@ -1,8 +1,9 @@
 """The effective determinism state of this process, as its libraries answer, not as they were asked to be.
 
-Reads only: it imports no library by itself, starts no CUDA and loads no shared object, so that looking changes
-nothing. A library that is not loaded is reported as None, a value that cannot be read is None too. Needs the
-standard library alone, takes a few milliseconds, and never raises: what failed is listed under ``unreadable``.
+Reads only: it imports no library by itself, starts no CUDA and loads no shared object. A library that is not
+loaded is reported as None, a value that cannot be read is None too. One trace remains: a loaded MKL that had not
+been used yet reads its variables when it is asked. Needs the standard library alone, takes a few milliseconds,
+and never raises: what failed is listed under ``unreadable``.
 """
 
 from __future__ import annotations
@@ -303,7 +304,24 @@ def fp32_precisions(torch: Any) -> dict[str, str]:
     return {name: "tf32" if is_allowed else "ieee" for name, is_allowed in allowed.items()}
 
 
-_CNR_BRANCHES = {1: "OFF", 2: "AUTO", 3: "COMPATIBLE", 4: "SSE2", 8: "SSE4_1", 9: "SSE4_2", 10: "AVX", 12: "AVX2"}
+#: The option of ``mkl_cbwr_get`` that asks for the branch, and its answers. Source: mkl_types.h.
+_CNR_BRANCH = 1
+_CNR_BRANCHES = {
+    0: "OFF",
+    1: "OFF",
+    2: "AUTO",
+    3: "COMPATIBLE",
+    4: "SSE2",
+    6: "SSSE3",
+    7: "SSE4_1",
+    8: "SSE4_2",
+    9: "AVX",
+    10: "AVX2",
+    11: "AVX512_MIC",
+    12: "AVX512",
+    13: "AVX512_MIC_E1",
+    14: "AVX512_E1",
+}
 
 
 def _mkl(torch: Any, libraries: Sequence[str]) -> dict[str, Any] | None:
@@ -317,7 +335,7 @@ def _mkl(torch: Any, libraries: Sequence[str]) -> dict[str, Any] | None:
     for path in _matching(libraries, r"lib(torch_cpu|mkl_core|mkl_rt)\."):
         get_branch = _function(path, ("MKL_CBWR_Get", "mkl_serv_cbwr_get"))
         if get_branch is not None:
-            code = int(get_branch(ctypes.c_int(1)))
+            code = int(get_branch(ctypes.c_int(_CNR_BRANCH)))
             branch = _CNR_BRANCHES.get(code, str(code))
             break
     threads = re.search(r"mkl_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())

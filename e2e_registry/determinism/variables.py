@@ -367,7 +367,11 @@ def _capability(variable: Variable, state: State) -> _Answer | None:
 
 def _mkl_branch(variable: Variable, state: State) -> _Answer | None:
     actual = at(_torch(state), "mkl", "cbwr")
-    return None if actual is None else _first_other({"MKL's CNR branch": actual}, variable.value or "")
+    if actual is None:
+        return None
+    if variable.value == "AUTO":  # MKL may answer with the branch that it chose for this CPU
+        return _Answer(actual not in ("OFF", "COMPATIBLE"), str(actual), "mkl_cbwr_get()")
+    return _first_other({"mkl_cbwr_get()": actual}, variable.value or "")
 
 
 def _hash_seed(variable: Variable, state: State) -> _Answer | None:
