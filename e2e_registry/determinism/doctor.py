@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from e2e_registry.determinism.profiles import Profile, Variable, When, get_profile
-from e2e_registry.determinism.variables import ChildEnvironment, State, at, judged_value, pin_difference
+from e2e_registry.determinism.variables import ChildEnvironment, State, at, has_loaded, judged_value, pin_difference
 
 
 class Severity(enum.Enum):
@@ -83,9 +83,13 @@ def judge(state: State | None, profile: str | Profile, *, child: ChildEnvironmen
         findings += _switches(state, profile)
         findings += [
             Finding("unreadable", Severity.WARNING, str(name), f"could not be read: {error}")
-            for name, error in (at(state, "unreadable") or {}).items()
+            for name, error in _items(at(state, "unreadable"))
         ]
     return findings
+
+
+def _items(value: object) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, Mapping) else ()
 
 
 def problems(findings: Iterable[Finding]) -> list[Finding]:
@@ -156,7 +160,7 @@ def _has_passed(variable: Variable, state: State) -> bool:
     if variable.when is When.CUDA_START:
         return at(state, "gpus") is not None
     if variable.when is When.LIBRARY_LOAD:
-        return any(module in (at(state, "software") or {}) for module in variable.modules)
+        return has_loaded(state, variable)
     return True
 
 
@@ -229,7 +233,7 @@ def _switches(state: State, profile: Profile) -> Iterator[Finding]:
 def _precision(torch: Any, profile: Profile, fix: str) -> Iterator[Finding]:
     """Judge float32 rounding: torch lets cuDNN round by default, which no CPU run sees."""
     backends = ("cuda",) if profile.name == "cuda" else ("mkldnn",)
-    for name, precision in (at(torch, "fp32_precision") or {}).items():
+    for name, precision in _items(at(torch, "fp32_precision")):
         if name.split(".")[0] in backends and precision not in ("ieee", "none"):
             message = f"float32 inputs are rounded to {precision}"
             yield Finding("reduced-precision", Severity.WARNING, name, message, fix=fix)

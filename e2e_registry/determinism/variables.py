@@ -264,7 +264,7 @@ State = Mapping[str, Any]
 
 
 def at(state: State | None, *path: str) -> Any:
-    """Return a value out of nested mappings, None where any level is missing: states may come from other versions."""
+    """Return a value out of nested mappings, None where a level is missing: a state may be another version's."""
     value: Any = state
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -292,7 +292,7 @@ def judged_value(
         return at(entry, "current" if is_current else "initial"), True
     if child is not None:
         return child.variables.get(variable.name), True
-    return None, False
+    return None, state is not None  # a state without variables is judged as if none was set
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,14 +326,14 @@ def _openblas(key: str) -> Callable[[Variable, State], _Answer | None]:
 
 def _numpy(variable: Variable, state: State) -> _Answer | None:
     determinism = at(state, "determinism")
-    if determinism is None or "numpy" not in determinism:
+    if not isinstance(determinism, Mapping) or "numpy" not in determinism or at(state, "unreadable", "numpy"):
         return None
     if determinism["numpy"] is None:
         return _Answer(True)
     targets = at(determinism, "numpy", "dispatch_targets")
-    if targets is None or variable.name != "NPY_DISABLE_CPU_FEATURES" or variable.value is None:
+    if not isinstance(targets, list) or variable.name != "NPY_DISABLE_CPU_FEATURES" or variable.value is None:
         return None
-    above = [name for name in targets if name not in NUMPY_BASELINE]
+    above = [str(name) for name in targets if str(name) not in NUMPY_BASELINE]
     return _Answer(not above, f"{' '.join(above)} enabled", "numpy's __cpu_features__")
 
 
@@ -380,9 +380,12 @@ def _hash_seed(variable: Variable, state: State) -> _Answer | None:
     return _Answer(not at(state, "process", "hash_randomization"), "random", "sys.flags.hash_randomization")
 
 
-def _no_gpu(_: Variable, state: State) -> _Answer:
+def _no_gpu(_: Variable, state: State) -> _Answer | None:
+    if at(state, "unreadable", "gpus"):
+        return None
     gpus = at(state, "gpus")
-    return _Answer(not gpus, f"{len(gpus or ())} GPU(s) in use", "torch.cuda.is_initialized()")
+    used = len(gpus) if isinstance(gpus, list) else 0
+    return _Answer(used == 0, f"{used} GPU(s) in use", "torch.cuda.is_initialized()")
 
 
 _ASK: Mapping[str, Callable[[Variable, State], _Answer | None]] = {
@@ -426,7 +429,7 @@ def pin_difference(variable: Variable, state: State | None, child: ChildEnvironm
     answer = _ASK[variable.name](variable, state) if state is not None and variable.name in _ASK else None
     if variable.evidence is Evidence.LIBRARY and answer is not None and answer.holds:
         return None
-    if variable.evidence is Evidence.VARIABLE_IF_LOADED and state is not None and not _has_loaded(state, variable):
+    if variable.evidence is Evidence.VARIABLE_IF_LOADED and state is not None and not has_loaded(state, variable):
         return None
     is_given = child is not None and child.variables.get(variable.name) == value
     origin = child.origin(variable.name) if child is not None and is_given else Origin.PROCESS
@@ -438,6 +441,7 @@ def pin_difference(variable: Variable, state: State | None, child: ChildEnvironm
     return PinDifference(variable.name, variable.value, value, origin)
 
 
-def _has_loaded(state: State, variable: Variable) -> bool:
-    software = at(state, "software") or {}
-    return any(module in software for module in variable.modules)
+def has_loaded(state: State, variable: Variable) -> bool:
+    """Whether a process had imported a module that reads ``variable``."""
+    software = at(state, "software")
+    return isinstance(software, Mapping) and any(module in software for module in variable.modules)
