@@ -1,0 +1,1 @@
+"""One rule a file: its code, its documentation and its check."""
