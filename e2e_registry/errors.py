@@ -85,6 +85,12 @@ class RefusedError(UsageError):
     """A refusal that an option lifts; the hint names the option."""
 
 
+class MismatchError(RegistryError):
+    """The numbers say no: a broken invariant, a registered metric never emitted, runs that do not repeat."""
+
+    exit_code = ExitCode.MISMATCH
+
+
 class NoStandardError(RegistryError):
     """There is nothing to compare with."""
 

@@ -7,13 +7,15 @@ steps. A stream may hold twenty million points; nothing here keeps more than one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from e2e_registry.dtypes import BOOL, FLOAT16, FLOAT32, FLOAT64, INT64, UINT64, DType
+from e2e_registry.dtypes import BOOL, FLOAT16, FLOAT32, FLOAT64, INT64, UINT64, DType, Scalar, decode_bits
 from e2e_registry.errors import InvalidRunError
 
 if TYPE_CHECKING:
@@ -40,6 +42,37 @@ class SeriesKey(NamedTuple):
         if (self.role, self.rank) == ("main", 0):
             return self.metric
         return f"{self.metric} [{self.role} rank {self.rank}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One observed value: its native type and bit pattern, or its digest."""
+
+    dtype: DType
+    bits: int
+    digest: str | None = None
+
+    @property
+    def value(self) -> Scalar | str:
+        """The number that the bits stand for, exactly, or the digest."""
+        return self.digest if self.digest is not None else decode_bits(self.dtype, self.bits)
+
+    @property
+    def is_finite_number(self) -> bool:
+        """Whether arithmetic on the value makes sense."""
+        return not self.dtype.is_digest and math.isfinite(decode_bits(self.dtype, self.bits))
+
+    def exact(self) -> Fraction:
+        """Return a finite number as a rational."""
+        return Fraction(decode_bits(self.dtype, self.bits))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the value as strict JSON: the number where JSON has one, and always the bits."""
+        if self.digest is not None:
+            return {"dtype": self.dtype.name, "digest": self.digest}
+        value = decode_bits(self.dtype, self.bits)
+        shown = value if self.is_finite_number else str(value)
+        return {"dtype": self.dtype.name, "value": shown, "bits": f"{self.bits:0{max(self.dtype.width // 4, 1)}x}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +111,10 @@ class SeriesBatch:
             None if self.digests is None else self.digests[start:stop],
             lambda: load_seq()[start:stop],
         )
+
+    def point(self, at: int) -> Point:
+        """Return one point's value."""
+        return Point(self.dtype, int(self.bits[at]), None if self.digests is None else self.digests[at])
 
 
 BatchStream = Iterable[SeriesBatch]
@@ -127,6 +164,52 @@ def _check_steps(batch: SeriesBatch, last_step: int | None) -> None:
         raise InvalidRunError(
             f"{batch.key}: step {int(steps[at + 1])} comes after step {int(steps[at])}; steps may not go backwards"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesExtent:
+    """A series in brief: its dtypes, its extent in steps, its first and last value."""
+
+    key: SeriesKey
+    dtypes: tuple[str, ...]
+    num_points: int
+    first_step: int
+    last_step: int
+    first: Point
+    last: Point
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``--json`` prints for the series."""
+        return {
+            "metric": self.key.metric,
+            "role": self.key.role,
+            "rank": self.key.rank,
+            "dtypes": list(self.dtypes),
+            "points": self.num_points,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "first": self.first.to_json(),
+            "last": self.last.to_json(),
+        }
+
+
+def extents(stream: BatchStream) -> list[SeriesExtent]:
+    """Return every series of a stream in brief, in key order."""
+    found = []
+    for key, batches in iter_series(stream):
+        dtypes: dict[str, None] = {}
+        count = 0
+        ends: list[tuple[int, Point]] = []
+        for batch in batches:
+            dtypes[batch.dtype.name] = None
+            count += len(batch)
+            ends = [*ends[:1], (int(batch.steps[-1]), batch.point(len(batch) - 1))]
+            if len(ends) == 1:
+                ends.insert(0, (int(batch.steps[0]), batch.point(0)))
+        if ends:
+            (first_step, first), (last_step, last) = ends
+            found.append(SeriesExtent(key, tuple(dtypes), count, first_step, last_step, first, last))
+    return found
 
 
 def decode_values(dtype: DType, bits: UInt64Array) -> Float64Array:

@@ -1,11 +1,12 @@
 """Judges runs against standards: pure functions over batch streams."""
 
+from e2e_registry.comparison.assessment import Assessment, TestVerdict
+from e2e_registry.comparison.change import Action, StandardChange
 from e2e_registry.comparison.invariants import InvariantBreak, check_invariants
 from e2e_registry.comparison.result import (
     Aggregate,
     Comparison,
     Divergence,
-    Point,
     Presence,
     SeriesResult,
     StepRanges,
@@ -14,14 +15,17 @@ from e2e_registry.comparison.result import (
 from e2e_registry.comparison.walk import compare
 
 __all__ = [
+    "Action",
     "Aggregate",
+    "Assessment",
     "Comparison",
     "Divergence",
     "InvariantBreak",
-    "Point",
     "Presence",
     "SeriesResult",
+    "StandardChange",
     "StepRanges",
+    "TestVerdict",
     "Verdict",
     "check_invariants",
     "compare",

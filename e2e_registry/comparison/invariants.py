@@ -10,9 +10,8 @@ from fractions import Fraction
 import numpy as np
 
 from e2e_registry.comparison.arithmetic import is_finite
-from e2e_registry.comparison.result import Point
 from e2e_registry.dtypes import decode_bits
-from e2e_registry.series import BatchStream, SeriesBatch, SeriesKey
+from e2e_registry.series import BatchStream, Point, SeriesBatch, SeriesKey
 from e2e_registry.tolerance import Invariant
 
 
@@ -74,8 +73,7 @@ def _note(
         )
         return
     at = int(broken.argmax())
-    point = Point(batch.dtype, int(batch.bits[at]))
-    found[batch.key, what] = InvariantBreak(batch.key, invariant, what, count, int(batch.steps[at]), point)
+    found[batch.key, what] = InvariantBreak(batch.key, invariant, what, count, int(batch.steps[at]), batch.point(at))
 
 
 def _outside(

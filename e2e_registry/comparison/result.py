@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from e2e_registry.comparison.arithmetic import to_float, ulp_distance
-from e2e_registry.dtypes import DType, Scalar, decode_bits
-from e2e_registry.series import SeriesKey
+from e2e_registry.series import Point, SeriesKey
 from e2e_registry.tolerance import Policy, PolicyKind
 
 if TYPE_CHECKING:
@@ -39,29 +38,6 @@ class Presence(enum.Enum):
     BOTH = "both"
     ONLY_GOT = "only in the run"
     ONLY_WANT = "only in the standard"
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One observed value: its native type and bit pattern, or its digest."""
-
-    dtype: DType
-    bits: int
-    digest: str | None = None
-
-    @property
-    def value(self) -> Scalar | str:
-        """The number that the bits stand for, exactly, or the digest."""
-        return self.digest if self.digest is not None else decode_bits(self.dtype, self.bits)
-
-    @property
-    def is_finite_number(self) -> bool:
-        """Whether arithmetic on the value makes sense."""
-        return not self.dtype.is_digest and math.isfinite(decode_bits(self.dtype, self.bits))
-
-    def exact(self) -> Fraction:
-        """Return a finite number as a rational."""
-        return Fraction(decode_bits(self.dtype, self.bits))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from e2e_registry.comparison.arithmetic import (
     to_float,
     ulp_distance,
 )
-from e2e_registry.comparison.result import Aggregate, Comparison, Divergence, Point, Presence, SeriesResult
+from e2e_registry.comparison.result import Aggregate, Comparison, Divergence, Presence, SeriesResult
 from e2e_registry.dtypes import DType
 from e2e_registry.errors import RegistrationError
-from e2e_registry.series import BatchStream, SeriesBatch, SeriesKey, decode_values, iter_series
+from e2e_registry.series import BatchStream, Point, SeriesBatch, SeriesKey, decode_values, iter_series
 from e2e_registry.tolerance import Policies, Tolerance
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ class _Window(NamedTuple):
         return numbers
 
     def point(self, at: int) -> Point:
-        digest = None if self.batch.digests is None else self.batch.digests[at]
-        return Point(self.batch.dtype, int(self.batch.bits[at]), digest)
+        return self.batch.point(at)
 
     def seq(self, at: int) -> int:
         return int(self.batch.load_seq()[at])

@@ -1,0 +1,124 @@
+"""The command line's entry: the list of commands, and how whatever they raise becomes an exit code.
+
+Command modules import only what their signatures need; an operation is imported when its command runs, so that
+``--help`` answers without loading pyarrow, pandas or torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from e2e_registry import __version__
+from e2e_registry.cli import adopt, check, compare, inventory, record, run
+from e2e_registry.errors import ExitCode, RegistryError
+
+#: Set to see the traceback of an internal error.
+DEBUG_VARIABLE = "E2E_REGISTRY_DEBUG"
+
+app = typer.Typer(
+    name="e2e-registry",
+    help="Tells maintainers of training code, bit for bit, whether a change moved the numbers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived: unwinds as Ctrl-C does, so that every descendant of a recipe is ended on the way."""
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what a command raises into a message without a traceback and the right exit code."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (typer.Exit, typer.Abort, typer.TyperException):
+            raise
+        except RegistryError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+        except Terminated:
+            typer.echo("terminated", err=True)
+            raise typer.Exit(ExitCode.TERMINATED) from None
+        except BrokenPipeError:
+            # The reader of our output has left, as `head` does; the descriptor must not fail again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(ExitCode.OK) from None
+        except Exception as error:  # noqa: BLE001  # whatever it is, a user gets a message and exit code 70
+            if os.environ.get(DEBUG_VARIABLE):
+                traceback.print_exc()
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            at = f"{os.path.basename(place.filename)}:{place.lineno}"
+            typer.echo(f"internal error: {type(error).__name__}: {error} ({at})", err=True)
+            typer.echo(f"  this is a fault of e2e-registry: report it with the output of {DEBUG_VARIABLE}=1", err=True)
+            raise typer.Exit(ExitCode.INTERNAL) from None
+
+    return guarded
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"e2e-registry {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+for _name, _command in {
+    "check": check.check,
+    "record": record.record,
+    "compare": compare.compare,
+    "adopt": adopt.adopt,
+    "run": run.run,
+    "list": inventory.list_,
+    "show": inventory.show,
+}.items():
+    app.command(_name)(_guarded(_command))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        arguments: What follows the program's name; ``sys.argv[1:]`` by default.
+    """
+
+    def terminate(signal_number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="e2e-registry")
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return int(ExitCode.OK)
+
+
+def entry() -> None:
+    """Run as the console script."""
+    sys.exit(main())

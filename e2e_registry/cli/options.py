@@ -1,0 +1,30 @@
+"""Options that several commands share, so that they read and mean the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from e2e_registry.config import Settings
+
+Tests = Annotated[list[str] | None, typer.Option("--test", help="A test file; may be given more than once.")]
+Suite = Annotated[str | None, typer.Option("--suite", help="All tests of a suite.")]
+All = Annotated[bool, typer.Option("--all", help="All tests.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
+AllMetrics = Annotated[bool, typer.Option("--all-metrics", help="Show every series, also those that are equal.")]
+AllowUnknownState = Annotated[
+    bool,
+    typer.Option("--allow-unknown-state", help="Take a run whose writers left no determinism state."),
+]
+Reason = Annotated[str | None, typer.Option("--reason", help="Why; kept in the standard.")]
+AllowEmpty = Annotated[bool, typer.Option("--allow-empty", help="Succeed when nothing is selected or all is skipped.")]
+
+
+def settings() -> Settings:
+    """Return the settings that hold for the current folder."""
+    from e2e_registry.config import load_settings
+
+    return load_settings(Path.cwd())

@@ -1,0 +1,87 @@
+"""``record``: runs tests until they are known to repeat, and writes their standards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from e2e_registry.cli import options
+from e2e_registry.cli.output import print_json, progress
+
+if TYPE_CHECKING:
+    from e2e_registry.comparison import StandardChange
+    from e2e_registry.config import Settings
+    from e2e_registry.operations.record import RecordOptions
+    from e2e_registry.registration import Registration
+
+
+def record(
+    test: options.Tests = None,
+    suite: options.Suite = None,
+    all_: options.All = False,
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Runs that must agree before anything is written.")] = 2,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Renew also series whose old rows their tolerance accepts.")
+    ] = False,
+    list_only: Annotated[bool, typer.Option("--list-only", help="List what would be recorded; run nothing.")] = False,
+    allow_unknown_state: options.AllowUnknownState = False,
+    reason: options.Reason = None,
+    all_metrics: options.AllMetrics = False,
+    json: options.Json = False,
+) -> None:
+    """Record standards: run twice, refuse if the runs disagree, show the change, write only what changed."""
+    from e2e_registry.errors import RegistryError, worst_exit_code
+    from e2e_registry.operations.record import RecordOptions
+    from e2e_registry.operations.selection import select
+    from e2e_registry.reports.console import make_console
+    from e2e_registry.reports.recording import print_change
+
+    settings = options.settings()
+    registrations = select(settings, tests=test or (), suite=suite, everything=all_)
+    if list_only:
+        _list(registrations, settings, as_json=json)
+        return
+    choices = RecordOptions(runs=runs, refresh=refresh, allow_unknown_state=allow_unknown_state, reason=reason)
+    console = make_console()
+    results, codes = [], []
+    for registration in registrations:
+        try:
+            result = _record_one(registration, settings, choices)
+        except RegistryError as error:
+            if len(registrations) == 1:
+                raise
+            typer.echo(f"error: {registration.test_id}: {error}", err=True)
+            codes.append(error.exit_code)
+            continue
+        results.append(result)
+        codes.append(result.exit_code)
+        if not json:
+            print_change(result, console, all_metrics=all_metrics)
+    if json:
+        print_json({"tests": [result.to_json() for result in results]})
+    raise typer.Exit(worst_exit_code(codes))
+
+
+def _record_one(registration: Registration, settings: Settings, choices: RecordOptions) -> StandardChange:
+    from e2e_registry.operations.record import record_test
+
+    with progress(registration.test_id) as on_line:
+        return record_test(
+            registration,
+            settings,
+            choices,
+            on_run=lambda number, total: on_line(f"run {number} of {total}"),
+            on_line=on_line,
+        )
+
+
+def _list(registrations: list[Registration], settings: Settings, *, as_json: bool) -> None:
+    from e2e_registry.operations.inventory import list_tests, listed_to_json
+
+    listed = list_tests(registrations, settings)
+    if as_json:
+        print_json({"tests": [listed_to_json(*entry) for entry in listed]})
+        return
+    for registration, platforms in listed:
+        typer.echo(f"{registration.test_id}  ({', '.join(platforms) or 'no standard yet'})")

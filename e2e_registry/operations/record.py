@@ -1,0 +1,382 @@
+"""Records standards: runs a recipe until it is known to repeat, shows the change, and writes only what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from e2e_registry.comparison import (
+    Comparison,
+    InvariantBreak,
+    Verdict,
+    check_invariants,
+    compare,
+)
+from e2e_registry.comparison.change import REPEAT_UNPROVEN, Action, StandardChange
+from e2e_registry.config import Settings
+from e2e_registry.environment import arguments_equal, compose, difference, software_equal
+from e2e_registry.errors import (
+    InvalidRunError,
+    MismatchError,
+    RecipeError,
+    RecordingError,
+    RefusedError,
+)
+from e2e_registry.operations.running import ObservedRun, declared_facts, load_run, run_test
+from e2e_registry.operations.standards import (
+    check_policies_fit,
+    display_path,
+    kept_batches,
+    metadata_of,
+    pinned_metrics,
+    standard_paths,
+)
+from e2e_registry.registration import Registration
+from e2e_registry.series import SeriesBatch, SeriesKey
+from e2e_registry.standard import Standard, StandardMetadata, content_digest, write_standard
+from e2e_registry.tolerance import Policies
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """How to record.
+
+    Attributes:
+        runs: How many runs must agree; at least one of them is fresh.
+        refresh: Renew also the series whose old rows their tolerance accepts.
+        allow_unknown_state: Record a run whose writers left no determinism state.
+        reason: Why, in the author's words; kept in the standard.
+    """
+
+    runs: int = 2
+    refresh: bool = False
+    allow_unknown_state: bool = False
+    reason: str | None = None
+
+
+def record_test(
+    registration: Registration,
+    settings: Settings,
+    options: RecordOptions,
+    *,
+    on_run: Callable[[int, int], None] = lambda number, total: None,
+    on_line: Callable[[str], None] | None = None,
+) -> StandardChange:
+    """Run a test until ``options.runs`` runs agree, and write the standard if it changed.
+
+    Args:
+        registration: The test.
+        settings: The repository's settings.
+        options: How to record.
+        on_run: Called before each run with its number and the total.
+        on_line: Called with each line the recipe prints.
+
+    Raises:
+        RecordingError: The recipe failed, or its recording is invalid or incomplete.
+        MismatchError: An invariant is broken, or a registered metric was never emitted.
+        RefusedError: A pin does not hold, or a writer's state is unknown.
+        StorageError: The old standard cannot be read, or the new one not written; the old one is then unchanged.
+    """
+    old = _old_standards(registration, settings)
+    first = _fresh_run(registration, settings, options, 1, on_run, on_line)
+    runs = [first]
+    reused = find_kept_run(registration, settings, like=first) if options.runs > 1 else None
+    if reused is not None:
+        runs.append(reused)
+    while len(runs) < options.runs:
+        runs.append(_fresh_run(registration, settings, options, len(runs) + 1, on_run, on_line))
+    written = next(run for run in reversed(runs) if run is not reused)
+    disagreement = _disagreement(registration, runs)
+    if disagreement is not None:
+        return StandardChange(
+            subject=registration.test_id,
+            platform=written.platform,
+            action=Action.REFUSED,
+            path=display_path(settings.standard_path(registration.stem, written.platform), settings),
+            disagreement=disagreement,
+            run_path=display_path(written.path, settings),
+        )
+    agreed = len(runs) if len(runs) > 1 else None
+    return write_if_changed(
+        registration,
+        settings,
+        written,
+        old=old.get(written.platform),
+        agreed=agreed,
+        refresh=options.refresh,
+        reason=options.reason,
+        reused=reused,
+    )
+
+
+def _old_standards(registration: Registration, settings: Settings) -> dict[str, Standard]:
+    """Open what is there before minutes are spent on runs: a damaged standard must be seen first."""
+    return {platform: Standard(path) for platform, path in standard_paths(registration, settings).items()}
+
+
+def _fresh_run(
+    registration: Registration,
+    settings: Settings,
+    options: RecordOptions,
+    number: int,
+    on_run: Callable[[int, int], None],
+    on_line: Callable[[str], None] | None,
+) -> ObservedRun:
+    on_run(number, options.runs)
+    run = run_test(registration, settings, on_line=on_line)
+    require_recordable(registration, run, allow_unknown_state=options.allow_unknown_state)
+    return run
+
+
+def require_recordable(registration: Registration, run: ObservedRun, *, allow_unknown_state: bool) -> None:
+    """Refuse a run that must not become a standard.
+
+    Raises:
+        RecordingError: The recipe failed, or its recording is invalid or incomplete.
+        MismatchError: An invariant is broken, or a registered metric was never emitted.
+        RefusedError: A pin does not hold, or a writer's state is unknown.
+    """
+    require_complete(run)
+    check_policies_fit(registration, run)
+    if run.pins:
+        raise RefusedError(
+            f"the run is not on the profile {registration.profile!r}: {'; '.join(run.pins)}",
+            hint="unset the variable, or state it in the registration's env= if this machine sets it for all",
+        )
+    if run.unknown_writers and not allow_unknown_state:
+        raise RefusedError(
+            f"the determinism state of {', '.join(run.unknown_writers)} is unknown: no state file was left",
+            hint="log through e2e_registry.MetricRecorder, or pass --allow-unknown-state",
+        )
+    never = registration.policies().never_emitted(frozenset(run.recording.metrics if run.recording else ()))
+    if never:
+        raise MismatchError(
+            f"registered, but no metric of the run answers to it: {', '.join(never)}",
+            where=registration.test_id,
+            hint=f"the run emitted: {', '.join(run.recording.metrics if run.recording else ())}",
+        )
+    breaks = check_invariants(run.batches(), registration.invariant)
+    if breaks:
+        raise MismatchError(_breaks_text(breaks), where=registration.test_id, hint=_breaks_hint(breaks))
+
+
+def require_complete(run: ObservedRun) -> None:
+    """Refuse a run that did not end well.
+
+    Raises:
+        RecordingError: The recipe failed, or its recording is invalid, incomplete or empty.
+    """
+    if run.has_failed:
+        tail = run.log_tail()
+        shown = f"; the end of its output:\n{tail}" if tail else ""
+        raise RecipeError(f"the recipe {(run.outcome or {}).get('explanation', 'failed')}{shown}", where=run.path)
+    if run.invalid is not None:
+        raise InvalidRunError(run.invalid.message, where=run.invalid.where, hint=run.invalid.hint)
+    if run.recording is None or not run.recording.is_complete:
+        reasons = () if run.recording is None else run.recording.incomplete_reasons
+        raise RecordingError(f"the run is incomplete: {'; '.join(reasons)}", where=run.path)
+    if not run.recording.has_series:
+        raise RecipeError(
+            "the recipe exited with code 0 and logged nothing",
+            where=run.path,
+            hint="open a MetricRecorder in it, or write lines to $E2E_METRICS_JSONL",
+        )
+
+
+def _breaks_text(breaks: Sequence[InvariantBreak]) -> str:
+    texts = []
+    for broken in breaks:
+        what = "is not finite" if broken.what == "finite" else f"breaks {broken.invariant}"
+        place = f"at {broken.count} point(s), first at step {broken.step}"
+        texts.append(f"{broken.key} {what} {place}: {broken.point.value!r}")
+    return "; ".join(texts)
+
+
+def _breaks_hint(breaks: Sequence[InvariantBreak]) -> str:
+    if any(broken.what == "finite" for broken in breaks):
+        return 'if NaN or infinity is right there, say so: invariants={"<metric>": {"finite": False}}'
+    return "correct the recipe, or the invariant"
+
+
+# ------------------------------------------------------------------------------------------------ agreement
+
+
+def find_kept_run(registration: Registration, settings: Settings, *, like: ObservedRun) -> ObservedRun | None:
+    """Return the newest kept run of the same source tree, arguments and environment, other than ``like`` itself.
+
+    Without git the source tree is null, which equals nothing: then no kept run counts.
+    """
+    if like.source_tree is None:
+        return None
+    for path in sorted(like.path.parent.iterdir(), reverse=True):
+        if path == like.path or not path.is_dir():
+            continue
+        run = load_run(path, settings)
+        is_same = (
+            run.is_complete
+            and run.recording is not None
+            and run.recording.has_series
+            and not run.pins
+            and run.source_tree == like.source_tree
+            and run.test == registration.test_id
+            and arguments_equal(run.environment, like.environment)
+            and not difference(like.environment, run.environment)
+        )
+        if is_same:
+            return run
+    return None
+
+
+def _disagreement(registration: Registration, runs: Sequence[ObservedRun]) -> Comparison | None:
+    """Return the first comparison of two runs that the policies do not accept."""
+    policies = registration.policies()
+    for run in runs[1:]:
+        comparison = compare(run.batches(), runs[0].batches(), policies=policies)
+        if comparison.verdict is Verdict.MISMATCH:
+            return comparison
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def write_if_changed(
+    registration: Registration,
+    settings: Settings,
+    run: ObservedRun,
+    *,
+    old: Standard | None,
+    agreed: int | None,
+    refresh: bool = False,
+    reason: str | None = None,
+    reused: ObservedRun | None = None,
+) -> StandardChange:
+    """Make a run the standard of its platform, unless that would change nothing that counts.
+
+    Args:
+        registration: The test.
+        settings: The repository's settings.
+        run: The run to write, known to be recordable.
+        old: The standard that is there.
+        agreed: How many runs agreed; None for a run that nothing was compared with.
+        refresh: Renew also the series whose old rows their tolerance accepts.
+        reason: Why, in the author's words.
+        reused: The kept run that counted as one of those that agreed.
+
+    Raises:
+        StorageError: The standard cannot be read or written.
+    """
+    path = settings.standard_path(registration.stem, run.platform)
+    metadata = metadata_of(registration, run, kind="e2e", agreed=agreed, reason=reason)
+    policies = registration.policies(pinned_metrics(old))
+    change = None if old is None else compare(run.batches(), old.batches(), policies=policies)
+    kept_old: list[SeriesKey] = []
+    if change is not None and not refresh:
+        kept_old = [result.key for result in change.series if result.verdict is Verdict.WITHIN_TOLERANCE]
+    batches = list(_merged(run, registration.policies(), old, frozenset(kept_old)))
+    changes = [] if old is None else _metadata_changes(old.metadata, metadata)
+    action = Action.CREATED
+    if old is not None:
+        is_same = content_digest(batches, metadata.observed) == content_digest(old.batches(), metadata.observed)
+        action = Action.UPDATED if not is_same else Action.VALUES_UNCHANGED if changes else Action.UNCHANGED
+    if action is not Action.UNCHANGED:
+        write_standard(path, batches, metadata)
+    return StandardChange(
+        subject=registration.test_id,
+        platform=run.platform,
+        action=action,
+        path=display_path(path, settings),
+        change=change,
+        environment=() if old is None else difference(old.metadata.environment, run.environment),
+        metadata_changes=changes,
+        kept_old=kept_old,
+        runs_agreed=agreed,
+        reused_run=None if reused is None else display_path(reused.path, settings),
+        run_path=display_path(run.path, settings),
+        num_points=sum(len(batch) for batch in batches),
+    )
+
+
+def _merged(
+    run: ObservedRun, policies: Policies, old: Standard | None, kept_old: frozenset[SeriesKey]
+) -> Iterator[SeriesBatch]:
+    """Stream the run's series, with the old rows of those in ``kept_old``, in key order."""
+    old_rows: dict[SeriesKey, list[SeriesBatch]] = {key: [] for key in kept_old}
+    for batch in () if old is None else old.batches():
+        if batch.key in old_rows:
+            old_rows[batch.key].append(batch)
+    for batch in kept_batches(run, policies):
+        if batch.key in kept_old:
+            yield from old_rows.pop(batch.key, ())
+        else:
+            yield batch
+
+
+def _metadata_changes(old: StandardMetadata, new: StandardMetadata) -> list[str]:
+    """Say what changed beside the values, of the things that a rewrite is worth; empty if nothing."""
+    changes = []
+    if dict(old.policies) != dict(new.policies):
+        changes.append("policies: " + ", ".join(_policy_changes(old.policies, new.policies)))
+    if not arguments_equal(old.environment, new.environment):
+        changes.append("arguments")
+    if not software_equal(old.environment, new.environment):
+        changes.append("software")
+    if old.platform != new.platform or old.test != new.test or old.kind != new.kind:
+        changes.append("test, platform or kind")
+    was_unproven = old.recorded.get("runs_agreed") == REPEAT_UNPROVEN
+    if was_unproven and new.recorded.get("runs_agreed") != REPEAT_UNPROVEN:
+        changes.append(f"{REPEAT_UNPROVEN} lifted")
+    return changes
+
+
+def _policy_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+
+
+# ------------------------------------------------------------------------------------------------ adopting
+
+
+def adopt_run(
+    registration: Registration,
+    settings: Settings,
+    path: Path,
+    *,
+    allow_unknown_state: bool = False,
+    reason: str | None = None,
+) -> StandardChange:
+    """Make a past run the standard of a test, with "repeat unproven".
+
+    Args:
+        registration: The test.
+        settings: The repository's settings.
+        path: A run directory.
+        allow_unknown_state: Adopt a run whose writers left no determinism state.
+        reason: Why, in the author's words.
+
+    Raises:
+        RefusedError: The run is of another recipe or other arguments, or may not become a standard.
+        RecordingError: The run failed, or its recording is invalid or incomplete.
+        StorageError: The run or the old standard cannot be read, or the new one not written.
+    """
+    if not path.is_dir():
+        raise RefusedError("only a run directory says what was run", where=path, hint="give the folder of the run")
+    run = load_run(path.resolve(), settings)
+    declared = {"recipe": compose(writer_states={}, launch_facts=declared_facts(registration, settings))["recipe"]}
+    if not arguments_equal(declared, run.environment):
+        changes = [entry for entry in difference(declared, run.environment) if entry.group == "recipe"]
+        raise RefusedError(
+            f"the run is of another recipe or other arguments: {'; '.join(map(str, changes))}",
+            where=path,
+            hint="run the test again, or adopt a run of it",
+        )
+    if run.facts.get("profile") != registration.profile:
+        raise RefusedError(
+            f"the run was on the profile {run.facts.get('profile')!r}, the test is on {registration.profile!r}",
+            where=path,
+        )
+    require_recordable(registration, run, allow_unknown_state=allow_unknown_state)
+    old_path = settings.standard_path(registration.stem, run.platform)
+    old = Standard(old_path) if old_path.exists() else None
+    return write_if_changed(registration, settings, run, old=old, agreed=None, reason=reason)

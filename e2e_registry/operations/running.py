@@ -1,0 +1,277 @@
+"""Runs a test's recipe, and reads a run back with all that is known about it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from e2e_registry import __version__
+from e2e_registry.config import Settings
+from e2e_registry.determinism.state import read_state
+from e2e_registry.determinism.variables import ChildEnvironment, child_environment, pin_differences
+from e2e_registry.environment import compose, launch_facts, platform_facts, platform_slug, source_facts
+from e2e_registry.errors import InvalidRunError
+from e2e_registry.execution.launcher import LOG_FILE, Cancellation, LaunchSpec, launch, log_tail
+from e2e_registry.recording import RunRecording, read_run
+from e2e_registry.recording.layout import RUN_FILE
+from e2e_registry.registration import Registration
+from e2e_registry.series import SeriesBatch
+
+#: Of series that came without a run directory.
+UNKNOWN_PLATFORM = "unknown"
+
+
+@dataclass(frozen=True)
+class ObservedRun:
+    """One execution, read back from its run directory.
+
+    Attributes:
+        path: The run directory.
+        recording: Its series and the states of its writers; None if the recording is invalid.
+        invalid: Why the recording is invalid, if it is.
+        facts: ``run.json``: what was launched, and how it ended.
+        environment: The facts of the run by group (:mod:`e2e_registry.environment`).
+        platform: The platform slug that the run's bits belong to; ``unknown`` if no launcher said under what profile.
+        pins: Pins of the profile that did not hold effectively, one text each.
+    """
+
+    path: Path
+    recording: RunRecording | None
+    invalid: InvalidRunError | None
+    facts: Mapping[str, Any]
+    environment: Mapping[str, Mapping[str, Any]]
+    platform: str
+    pins: tuple[str, ...]
+
+    @property
+    def test(self) -> str | None:
+        """Id of the test that was run; None for a run of no test."""
+        test = self.environment.get("recipe", {}).get("test")
+        return test if isinstance(test, str) else None
+
+    @property
+    def outcome(self) -> Mapping[str, Any] | None:
+        """How the recipe ended; None if nobody saw it end."""
+        return self.facts.get("outcome")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the recipe is known to have ended other than by exit code 0."""
+        outcome = self.outcome
+        return outcome is not None and not (outcome.get("status") == "exited" and outcome.get("exit_code") == 0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the recipe ended well and all that it wrote is there."""
+        return not self.has_failed and self.recording is not None and self.recording.is_complete
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the run cannot be judged, one sentence each; empty if it can."""
+        if self.has_failed:
+            return [f"the recipe {(self.outcome or {}).get('explanation', 'failed')}"]
+        if self.invalid is not None:
+            return [str(self.invalid)]
+        if self.recording is None or not self.recording.is_complete:
+            return list(self.recording.incomplete_reasons) if self.recording is not None else ["nothing was recorded"]
+        return [] if self.recording.has_series else ["the recipe exited with code 0 and logged nothing"]
+
+    @property
+    def duration_s(self) -> float | None:
+        """Wall time of the recipe in seconds."""
+        started, ended = self.facts.get("started_ns"), self.facts.get("ended_ns")
+        return None if started is None or ended is None else (ended - started) / 1e9
+
+    @cached_property
+    def unknown_writers(self) -> tuple[str, ...]:
+        """The writers that left no readable state, as ``role rank N``; ``no writer`` if nothing was logged."""
+        if self.recording is None:
+            return ()
+        states = self.recording.writer_states
+        return tuple(f"{role} rank {rank}" for (role, rank), state in states.items() if state is None)
+
+    @property
+    def source_tree(self) -> str | None:
+        """Hash of the working tree that was run; None without git."""
+        tree = self.environment.get("source", {}).get("source_tree")
+        return tree if isinstance(tree, str) else None
+
+    def batches(self) -> Iterator[SeriesBatch]:
+        """Stream the recorded series; nothing for an invalid recording."""
+        return iter(()) if self.recording is None else self.recording.batches()
+
+    def log_tail(self) -> str:
+        """Return the end of the recipe's output."""
+        return log_tail(self.path / LOG_FILE)
+
+
+def new_run_dir(settings: Settings, name: str) -> Path:
+    """Return the path of a run directory that does not exist yet; sorting by name sorts by time."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%f")
+    return settings.run_dir / name / f"{now}-{secrets.token_hex(2)}"
+
+
+def run_test(
+    registration: Registration,
+    settings: Settings,
+    *,
+    on_line: Callable[[str], None] | None = None,
+    cancellation: Cancellation | None = None,
+) -> ObservedRun:
+    """Run a test's recipe once and keep the run.
+
+    Raises:
+        RegistrationError: A variable that the registration names is not set.
+        StorageError: The run directory cannot be written.
+    """
+    run_dir = new_run_dir(settings, registration.stem)
+    environ = dict(os.environ)
+    child = child_environment(
+        registration.profile,
+        caller=environ,
+        registration=registration.launch_env(run_dir=run_dir, environ=environ),
+        python=None if registration.script is None else sys.executable,
+    )
+    facts = declared_facts(registration, settings)
+    argv = registration.argv(run_dir=run_dir, environ=child.variables)
+    return _launch(argv, child, run_dir, settings, facts, registration.timeout, on_line, cancellation)
+
+
+def declared_facts(registration: Registration, settings: Settings) -> dict[str, Any]:
+    """Return what a test declares of its recipe, as a run of it records it; without the source tree.
+
+    Raises:
+        StorageError: The script cannot be read.
+    """
+    argv = list(registration.recorded_argv)
+    is_script = registration.script is not None
+    return launch_facts(
+        settings.root,
+        test=registration.test_id,
+        script=registration.script,
+        command=None if is_script else argv,
+        args=argv[2:] if is_script else (),
+        env=registration.recorded_env,
+        seed=registration.seed,
+        profile=registration.profile,
+    )
+
+
+def run_command(
+    command: Sequence[str],
+    settings: Settings,
+    *,
+    profile: str,
+    timeout_s: float,
+    on_line: Callable[[str], None] | None = None,
+) -> ObservedRun:
+    """Run any command under a profile and keep the run; no registration is needed.
+
+    Raises:
+        UsageError: There is no such profile, or no command.
+        StorageError: The run directory cannot be written.
+    """
+    run_dir = new_run_dir(settings, "command")
+    child = child_environment(profile, caller=dict(os.environ))
+    argv = [argument.replace("{run_dir}", str(run_dir)) for argument in command]
+    facts = launch_facts(settings.root, command=list(command), profile=profile)
+    return _launch(argv, child, run_dir, settings, facts, timeout_s, on_line, None)
+
+
+def _launch(
+    argv: Sequence[str],
+    child: ChildEnvironment,
+    run_dir: Path,
+    settings: Settings,
+    facts: Mapping[str, Any],
+    timeout_s: float,
+    on_line: Callable[[str], None] | None,
+    cancellation: Cancellation | None,
+) -> ObservedRun:
+    excluded = [settings.standards_dir, settings.run_dir]
+    spec = LaunchSpec(
+        command=argv,
+        cwd=settings.root,
+        run_dir=run_dir,
+        environment=child.variables,
+        keep_variables=frozenset(child.explicit),
+        timeout_s=timeout_s,
+        facts={
+            **facts,
+            "origins": {setting.variable.name: setting.origin.value for setting in child.settings},
+            "source": source_facts(settings.root, excluded),
+            # A recipe that leaves no state file ran on this machine all the same.
+            "launcher_platform": platform_facts(read_state()),
+            "tool": __version__,
+        },
+    )
+    launch(spec, on_line=on_line, cancellation=cancellation)
+    return load_run(run_dir, settings, child=child)
+
+
+def load_run(path: Path, settings: Settings, *, child: ChildEnvironment | None = None) -> ObservedRun:
+    """Read a run directory back, or a single file of series.
+
+    Args:
+        path: A run directory or a ``.jsonl`` file.
+        settings: Give the axes and the tag of the platform slug.
+        child: What the run was launched with, if it was launched just now: it names who set a pin.
+
+    Raises:
+        UsageError: There is no such path.
+        StorageError: A file cannot be read.
+    """
+    recording, invalid = None, None
+    try:
+        recording = read_run(path)
+    except InvalidRunError as error:
+        invalid = error
+    facts = _facts(path) if recording is None else recording.run or {}
+    states = {} if recording is None else recording.writer_states
+    profile = facts.get("profile")
+    environment = compose(writer_states=states, launch_facts=facts, root=settings.root)
+    environment["platform"] = environment["platform"] or facts.get("launcher_platform") or {}
+    return ObservedRun(
+        path=path,
+        recording=recording,
+        invalid=invalid,
+        facts=facts,
+        environment=environment,
+        platform=UNKNOWN_PLATFORM if profile is None else _platform(profile, environment, settings),
+        pins=() if profile is None else _pins(profile, states, child),
+    )
+
+
+def _platform(profile: str, environment: Mapping[str, Mapping[str, Any]], settings: Settings) -> str:
+    return platform_slug(
+        profile,
+        platform=environment["platform"],
+        software=environment["software"],
+        axes=settings.platform_axes,
+        tag=settings.platform_tag,
+    )
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Return ``run.json`` of a run whose series cannot be read; empty if it cannot be read either."""
+    try:
+        facts = json.loads((path / RUN_FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _pins(
+    profile: str, states: Mapping[tuple[str, int], Mapping[str, Any] | None], child: ChildEnvironment | None
+) -> tuple[str, ...]:
+    """Return the pins that did not hold in some writer, each once; judged by the launch where no state is known."""
+    found = [str(pin) for state in [*states.values()] or [None] for pin in pin_differences(profile, state, child=child)]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,1 @@
+"""Renders what operations concluded, for people and for machines; decides nothing."""

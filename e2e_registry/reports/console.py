@@ -1,0 +1,282 @@
+"""Renders assessments for a terminal: a verdict line a test, then only what differs, and bounded in length."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from e2e_registry.comparison import (
+    Assessment,
+    Comparison,
+    Divergence,
+    InvariantBreak,
+    Presence,
+    SeriesResult,
+    TestVerdict,
+    Verdict,
+)
+from e2e_registry.reports.values import (
+    count_text,
+    error_text,
+    listed,
+    pair_text,
+    ranges_text,
+    ulp_text,
+    value_text,
+)
+from e2e_registry.tolerance import PolicyKind
+
+if TYPE_CHECKING:
+    from e2e_registry.environment import EnvironmentDifference
+
+#: Failing series that a report shows before it only counts; ``--all-metrics`` shows the rest.
+MAX_SERIES = 12
+#: Environment differences that a report shows before it only counts.
+MAX_ENVIRONMENT = 24
+#: Where no terminal says otherwise: CI logs do not wrap.
+LOG_WIDTH = 150
+
+VERDICT_STYLES = {
+    TestVerdict.MATCH: "green",
+    TestVerdict.WITHIN_TOLERANCE: "green",
+    TestVerdict.MISMATCH: "bold red",
+    TestVerdict.NO_STANDARD: "yellow",
+    TestVerdict.INCOMPARABLE: "yellow",
+    TestVerdict.FAILED: "bold red",
+    TestVerdict.INCOMPLETE: "red",
+    TestVerdict.INVALID: "red",
+    TestVerdict.SKIPPED: "dim",
+    TestVerdict.ERROR: "bold red",
+}
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Return the console that commands print to: as wide as the terminal, or fixed where there is none."""
+    console = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = LOG_WIDTH
+    return console
+
+
+def print_assessment(assessment: Assessment, console: Console, *, all_metrics: bool = False) -> None:
+    """Print one test's verdict and, unless all is well, what explains it."""
+    console.print(_verdictprint_line(assessment), soft_wrap=True)
+    for reason in assessment.reasons:
+        print_line(console, reason)
+    if assessment.error is not None:
+        print_line(console, str(assessment.error))
+    for broken in assessment.breaks:
+        print_line(console, _break_text(broken), "red")
+    comparison = assessment.comparison
+    if comparison is not None and (all_metrics or _is_worth_showing(assessment, comparison)):
+        if not assessment.is_judged:
+            print_line(console, f"for information, compared with {assessment.compared_with}:")
+        print_comparison(comparison, console, all_metrics=all_metrics)
+        print_environment(assessment.environment, console)
+    for warning in assessment.warnings:
+        print_line(console, f"warning: {warning}", "yellow")
+    if assessment.log_tail:
+        print_line(console, "the end of its output:")
+        print_line(console, textwrap.indent(assessment.log_tail, "  "), "dim")
+    if not assessment.verdict.is_success and assessment.run_path:
+        print_line(console, f"kept run: {assessment.run_path}")
+    for step in assessment.next_steps:
+        print_line(console, f"next: {step}")
+
+
+def print_summary(assessments: Sequence[Assessment], console: Console) -> None:
+    """Print one line that counts the verdicts of a suite."""
+    counts = Counter(assessment.verdict for assessment in assessments)
+    text = Text(f"{count_text(len(assessments), 'test')}: ")
+    parts = [Text(f"{counts[verdict]} {verdict.value}", VERDICT_STYLES[verdict]) for verdict in counts]
+    console.print(text + Text(", ").join(parts), soft_wrap=True)
+
+
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Print one indented line, wrapped by the terminal alone."""
+    console.print(Text(textwrap.indent(text, "  "), style=style), soft_wrap=True)
+
+
+def _verdictprint_line(assessment: Assessment) -> Text:
+    text = Text(assessment.verdict.value, VERDICT_STYLES[assessment.verdict])
+    text.append(f"  {assessment.subject}", "bold")
+    if assessment.platform:
+        text.append(f"  {assessment.platform}", "cyan")
+    if assessment.comparison is not None and assessment.verdict.is_success:
+        points = sum(result.num_common for result in assessment.comparison.series if result.policy.is_judged)
+        text.append(
+            f"  {count_text(assessment.comparison.num_judged, 'series', 'series')}, {count_text(points, 'point')}"
+        )
+    if assessment.duration_s is not None:
+        text.append(f"  {assessment.duration_s:.1f} s", "dim")
+    return text
+
+
+def _series_count(count: int) -> str:
+    return count_text(count, "series", "series")
+
+
+def _break_text(broken: InvariantBreak) -> str:
+    what = "is not finite" if broken.what == "finite" else f"breaks the invariant {broken.invariant}"
+    return (
+        f"{broken.key} {what} at {count_text(broken.count, 'point')}, first at step {broken.step}: "
+        f"{value_text(broken.point)}"
+    )
+
+
+def _is_worth_showing(assessment: Assessment, comparison: Comparison) -> bool:
+    return assessment.verdict is not TestVerdict.MATCH or any(
+        result.verdict is Verdict.UNREGISTERED for result in comparison.series
+    )
+
+
+def print_comparison(comparison: Comparison, console: Console, *, all_metrics: bool) -> None:
+    """Print a comparison: its first divergence, then the series that differ, and what was left out."""
+    first = comparison.first_divergence
+    if first is not None:
+        print_line(console, f"first divergence: {_divergence_text(first)}", "bold")
+    for name in comparison.never_emitted:
+        print_line(console, f"{name}: registered, but no metric of the run answers to it", "red")
+    shown = list(comparison.failing)
+    hidden = 0 if all_metrics else max(len(shown) - MAX_SERIES, 0)
+    shown = shown[: len(shown) - hidden]
+    shown += [result for result in comparison.series if result.verdict is Verdict.WITHIN_TOLERANCE]
+    if all_metrics:
+        shown += [result for result in comparison.series if result not in shown]
+    if shown:
+        console.print(Padding(_series_table(shown), (0, 0, 0, 2)))
+    for result in shown:
+        for note in _notes(result):
+            print_line(console, f"{result.key}: {note}")
+    if hidden:
+        print_line(
+            console,
+            f"… and {count_text(hidden, 'more failing series', 'more failing series')}: --all-metrics shows them",
+        )
+    _print_the_rest(comparison, console, all_metrics=all_metrics)
+
+
+def _print_the_rest(comparison: Comparison, console: Console, *, all_metrics: bool) -> None:
+    """Say what was not shown: how many series are equal, and which are not judged."""
+    equal = [result for result in comparison.series if result.verdict is Verdict.MATCH]
+    if comparison.verdict is not Verdict.MATCH and not all_metrics:
+        print_line(
+            console, f"{count_text(len(equal), 'series', 'series')} equal: {listed([str(r.key) for r in equal])}", "dim"
+        )
+    unregistered = [str(r.key) for r in comparison.series if r.verdict is Verdict.UNREGISTERED]
+    if unregistered:
+        print_line(console, f"not registered, so not judged: {listed(unregistered)}", "dim")
+
+
+def _divergence_text(divergence: Divergence) -> str:
+    at = f"{divergence.key}, step {divergence.step}"
+    if divergence.occurrence:
+        at += f" (value {divergence.occurrence + 1} of that step)"
+    want, got = pair_text(divergence.want, divergence.got)
+    if divergence.got is None:
+        return f"{at}: missing in the run (want {want})"
+    if divergence.want is None:
+        return f"{at}: not in the standard (got {got})"
+    errors = []
+    if divergence.abs_error is not None:
+        errors.append(f"abs {error_text(divergence.abs_error)}")
+    if divergence.rel_error is not None:
+        errors.append(f"rel {error_text(divergence.rel_error)}")
+    if divergence.ulp_error is not None:
+        errors.append(f"{divergence.ulp_error:,} ULP")
+    return f"{at}: want {want}, got {got}" + (f" ({', '.join(errors)})" if errors else "")
+
+
+def _series_table(results: Iterable[SeriesResult]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("metric", overflow="fold", min_width=12)
+    table.add_column("differ", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for name in ("step", "want", "got", "abs", "rel", "ULP"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("allowance", overflow="fold")
+    for result in results:
+        _add_rows(table, result)
+    return table
+
+
+def _add_rows(table: Table, result: SeriesResult) -> None:
+    style = {Verdict.MISMATCH: "red", Verdict.WITHIN_TOLERANCE: "yellow"}.get(result.verdict, "")
+    is_reduced = result.aggregate is not None
+    counted = result.num_differing if is_reduced or not result.num_failing else result.num_failing
+    differ = f"{counted:,}/{result.num_common:,}" if result.presence is Presence.BOTH else "-"
+    places = [("first", result.first), ("worst", result.worst)]
+    rows = [(label, place) for label, place in places if place is not None]
+    if len({(place.step, place.occurrence) for _, place in rows}) < len(rows):
+        rows = [("first, worst", rows[0][1])]
+    if not rows:
+        table.add_row(str(result.key), differ, *[""] * 7, _allowance_text(result, None), style=style)
+    for number, (label, place) in enumerate(rows):
+        want, got = pair_text(place.want, place.got)
+        names = (str(result.key), differ) if number == 0 else ("", "")
+        errors = error_text(place.abs_error), error_text(place.rel_error), ulp_text(place)
+        table.add_row(*names, label, str(place.step), want, got, *errors, _allowance_text(result, place), style=style)
+
+
+def _allowance_text(result: SeriesResult, place: Divergence | None) -> str:
+    tolerance = result.policy.tolerance
+    if tolerance is None:
+        return "none (strict)" if result.policy.kind is PolicyKind.STRICT else result.policy.kind.value
+    if place is None or place.allowance is None or tolerance.reduce is not None:
+        return tolerance.bounds_text
+    parts = [error_text(place.allowance)] if place.allowance else []
+    return " or ".join([*parts, *([f"{tolerance.ulp} ULP"] if tolerance.ulp else [])])
+
+
+def _notes(result: SeriesResult) -> list[str]:
+    """Say in words what a table of values cannot hold."""
+    notes = []
+    if result.presence is not Presence.BOTH:
+        count = result.missing.count + result.extra.count
+        notes.append(f"{result.presence.value} ({count_text(count, 'point')})")
+    else:
+        if result.missing:
+            steps = count_text(result.missing.count, "point")
+            notes.append(f"{steps} missing in the run, at step {ranges_text(result.missing)}")
+        if result.extra:
+            steps = count_text(result.extra.count, "point")
+            notes.append(f"{steps} not in the standard, at step {ranges_text(result.extra)}")
+    if result.num_dtype:
+        notes.append(f"the dtype differs at {count_text(result.num_dtype, 'point')}")
+    if result.aggregate is not None and result.aggregate.want is not None and result.aggregate.got is not None:
+        aggregate = result.aggregate
+        want, got = float(result.aggregate.want), float(result.aggregate.got)
+        verb = "passes" if aggregate.passes else "fails"
+        allowance = error_text(aggregate.allowance)
+        notes.append(f"{aggregate.reduction} {verb}: want {want!r}, got {got!r}, allowance {allowance}")
+    if result.verdict is Verdict.WITHIN_TOLERANCE and result.policy.tolerance is not None:
+        notes.append(f"accepted: {result.policy.tolerance.reason}")
+    return notes
+
+
+def print_environment(differences: Sequence[EnvironmentDifference], console: Console) -> None:
+    """Print how the environments differ, by group."""
+    if not differences:
+        print_line(console, "environment: no recorded difference", "dim")
+        return
+    print_line(console, "environment, standard → run:")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    group = None
+    for difference in differences[:MAX_ENVIRONMENT]:
+        name = difference.group if difference.group != group else ""
+        group = difference.group
+        table.add_row(name, difference.name, difference.text)
+    console.print(Padding(table, (0, 0, 0, 4)))
+    if len(differences) > MAX_ENVIRONMENT:
+        print_line(console, f"  … and {len(differences) - MAX_ENVIRONMENT} more")
