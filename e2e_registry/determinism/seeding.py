@@ -29,6 +29,9 @@ SEED_MAX = (1 << 63) - 1
 #: The generator of each (process, worker seed, rank); emptied whenever this module seeds the process.
 _RNGS: dict[tuple[int, int, int], np.random.Generator] = {}
 
+#: The rank that :func:`seed_worker` was given in this process.
+_worker_rank = 0
+
 
 def check_seed(seed: object) -> int:
     """Return ``seed`` as an int in [0, 2**63).
@@ -86,8 +89,13 @@ def seed_everything(seed: int) -> None:
     if importlib.util.find_spec("torch") is not None:
         import torch
 
-        torch.manual_seed(seed)
-        torch.cuda.manual_seed_all(seed)
+        torch.manual_seed(_torch_seed(seed))
+        torch.cuda.manual_seed_all(_torch_seed(seed))
+
+
+def _torch_seed(seed: int) -> int:
+    # torch's CPU generator looks at 32 bits of its seed, so that 1 and 1 + 2**40 would draw alike.
+    return seed if seed < 1 << 32 else derive_seed(seed, stream="torch")
 
 
 def _seed_numpy(seed: int) -> None:
@@ -106,7 +114,8 @@ def make_deterministic(seed: int) -> torch.Generator:
     (:func:`~e2e_registry.determinism.relaunch.bootstrap` can).
 
     Args:
-        seed: The run's seed. For draws that differ by rank give ``derive_seed(seed, rank)``.
+        seed: The run's seed. Seeds below 2**32 are given to each library as they are. For draws that differ by
+            rank give ``derive_seed(seed, rank)``.
 
     Returns:
         A CPU generator with that seed, for ``DataLoader(generator=...)``: from it each epoch draws its order and
@@ -128,7 +137,7 @@ def make_deterministic(seed: int) -> torch.Generator:
     switches.apply()
     seed_everything(seed)
     generator = torch.Generator()
-    generator.manual_seed(seed)
+    generator.manual_seed(_torch_seed(seed))
     return generator
 
 
@@ -160,8 +169,10 @@ def seed_worker(worker_id: int, *, rank: int = 0) -> None:
     """
     import torch
 
+    global _worker_rank
     base = _worker_base_seed()
     _RNGS.clear()
+    _worker_rank = rank
     random.seed(derive_seed(base, rank, worker_id, "random"))
     torch.manual_seed(derive_seed(base, rank, worker_id, "torch"))
     if importlib.util.find_spec("numpy") is not None:
@@ -176,26 +187,24 @@ def _worker_base_seed() -> int:
     return (torch.initial_seed() if info is None else info.seed) & SEED_MAX
 
 
-def worker_rng(*, rank: int = 0) -> np.random.Generator:
+def worker_rng() -> np.random.Generator:
     """Return this worker's NumPy generator, the same object at every call, so that its stream goes on.
 
     For datasets that augment with NumPy: ``np.random.default_rng()`` draws its seed from the system, and one made
     when the dataset is built is copied into every worker and epoch. This one differs by seed, rank, worker and
     epoch. Outside of workers (``num_workers=0``) it follows torch's seed and goes on over epochs;
-    :func:`seed_everything` and :func:`make_deterministic` start it anew, ``torch.manual_seed`` alone does not.
-
-    Args:
-        rank: For ranks whose generators share a seed.
+    :func:`seed_everything` and :func:`make_deterministic` start it anew, ``torch.manual_seed`` alone does not. The
+    rank is the one that :func:`seed_worker` was given.
     """
     import numpy as np
     import torch
 
     info = torch.utils.data.get_worker_info()
     base = _worker_base_seed()
-    key = (os.getpid(), base, rank)
+    key = (os.getpid(), base, _worker_rank)  # a forked worker inherits its parent's generators
     if key not in _RNGS:
         worker = 0 if info is None else info.id
-        _RNGS[key] = np.random.default_rng(derive_seed(base, rank, worker, "worker_rng"))
+        _RNGS[key] = np.random.default_rng(derive_seed(base, _worker_rank, worker, "worker_rng"))
     return _RNGS[key]
 
 

@@ -31,7 +31,7 @@ from e2e_registry.errors import UsageError
 CALLER = {
     name: value
     for name, value in os.environ.items()
-    if not name.startswith(("OPENBLAS_", "OMP_", "MKL_", "NPY_", "PYTEST_", "GLIBC_", "PYTHON"))
+    if not name.startswith(("OPENBLAS_", "OMP_", "MKL_", "NPY_", "PYTEST_", "GLIBC_", "PYTHONHASH"))
 }
 
 PRINT_STATE = "import json\nfrom e2e_registry.determinism import read_state\nprint(json.dumps(read_state()))"

@@ -16,7 +16,7 @@ from e2e_registry.determinism.profiles import Variable
 CALLER = {
     name: value
     for name, value in os.environ.items()
-    if not name.startswith(("OPENBLAS_", "OMP_", "MKL_", "NPY_", "PYTEST_", "CUBLAS", "GLIBC_", "PYTHON"))
+    if not name.startswith(("OPENBLAS_", "OMP_", "MKL_", "NPY_", "PYTEST_", "CUBLAS", "GLIBC_", "PYTHONHASH"))
 }
 
 
