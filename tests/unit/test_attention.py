@@ -183,6 +183,23 @@ def test_table_has_every_implementation_of_the_installed_transformers() -> None:
     assert names - set(TRANSFORMERS_IMPLEMENTATIONS) == set()
 
 
+def test_classes() -> None:
+    by_class = {klass: {name for name in NAMES if classify(name).klass is klass} for klass in AttentionClass}
+    assert by_class[AttentionClass.TORCH_FLAG] == {"native", "_native_flash", "_native_efficient"}
+    assert by_class[AttentionClass.DETERMINISTIC] == {"_native_math"}
+    assert by_class[AttentionClass.PATCH] == {"flash", "flash_varlen", "_flash_varlen_3"}
+    dense, varlen = {"flash_hub", "_flash_3_hub", "flash_4_hub"}, {"flash_varlen_hub", "_flash_3_varlen_hub"}
+    assert by_class[AttentionClass.PATCH_AFTER_LOAD] == dense | varlen
+    families = {name.lstrip("_").partition("_")[0] for name in REJECTED} - {"native"}
+    assert families == {"sage", "xformers", "flex", "aiter", "flash"}
+    assert {name for name in REJECTED if "native" in name} == {"_native_cudnn", "_native_npu", "_native_xla"}
+    assert {name for name in REJECTED if "flash" in name} == {"_flash_3"}
+    accepted = {row.name: row.klass for row in TRANSFORMERS_IMPLEMENTATIONS.values() if row.is_accepted}
+    assert accepted.pop("sdpa") is accepted.pop("unset") is AttentionClass.TORCH_FLAG
+    assert accepted.pop("eager") is AttentionClass.DETERMINISTIC
+    assert set(accepted.values()) == {AttentionClass.PATCH_AFTER_LOAD}
+
+
 def test_context_parallel_backends_are_those_of_diffusers(dispatch: types.ModuleType) -> None:
     supported = dispatch._AttentionBackendRegistry._supports_context_parallel
     for name in NAMES:
@@ -317,7 +334,7 @@ def test_hub_backend_needs_the_package_that_loads_it(
     dispatch: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "kernels")
-    with pytest.raises(AttentionError, match="is not installed here, .*`kernels`, which would load it"):
+    with pytest.raises(AttentionError, match="nor the `kernels` package"):
         validate_attention_args("flash_hub")
 
 
@@ -737,7 +754,7 @@ def test_transformers_accepts(name: str | None) -> None:
 def test_transformers_flash_is_checked_in_the_driver(
     flash_utils: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(AttentionError, match="is not installed here, .*`kernels`, which would load it"):
+    with pytest.raises(AttentionError, match="nor the `kernels` package"):
         validate_attention_args("flash_attention_3", library="transformers")
     functions = {"flash_attn_func": stand_in([]), "flash_attn_varlen_func": stand_in([])}
     package = install_package(monkeypatch, "flash_attn_interface", **functions)

@@ -316,8 +316,10 @@ def _verify(
     present = {name: function for name, function in found.items() if function is not None}
     reason = None
     if not present:
-        package = "" if row.klass is AttentionClass.PATCH else ", and neither is `kernels`, which would load it"
-        reason = f"its {' or '.join(row.entry_points)} is not installed here, too old, or fails to import{package}"
+        names = " or ".join(row.entry_points)
+        reason = f"its {names} is not installed here, too old, or fails to import"
+        if row.klass is AttentionClass.PATCH_AFTER_LOAD:
+            reason = f"neither its {names} nor the `kernels` package, which would load it, is installed here"
     for name, function in present.items():
         if not exposes_deterministic(function):
             reason = f"its own entry point {name} ({describe(function)}) has no `deterministic` parameter"
