@@ -22,17 +22,17 @@ def check_coverage(registration: Registration) -> None:
         raise error("observe", "covers all registered metrics: the test would judge nothing", "observe fewer")
     for name in registration.tolerances:
         argument = f"tolerances[{name!r}]"
-        if not any(_can_share_a_name(name, pattern) for pattern in metrics):
+        if not any(can_share_a_name(name, pattern) for pattern in metrics):
             raise error(argument, f"tolerance for an unregistered metric {name!r}", did_you_mean(name, metrics))
         if any(matches(name, pattern) for pattern in observe):
             raise error(argument, f"{name!r} is observed, never judged: the tolerance has no effect", "remove one")
     for name in registration.invariants:
-        if not any(_can_share_a_name(name, pattern) for pattern in (*metrics, *observe)):
+        if not any(can_share_a_name(name, pattern) for pattern in (*metrics, *observe)):
             message = f"invariant of a metric that is neither registered nor observed: {name!r}"
             raise error(f"invariants[{name!r}]", message, did_you_mean(name, (*metrics, *observe)))
 
 
-def _can_share_a_name(first: str, second: str) -> bool:
+def can_share_a_name(first: str, second: str) -> bool:
     """Whether some metric name is matched by both patterns; two character classes are taken to overlap."""
     if not is_glob(first):
         return matches(first, second)

@@ -66,6 +66,10 @@ def test_the_search_does_not_leave_the_work_tree(tmp_path: Path, kind: str) -> N
     assert load_settings(tmp_path, environ={}).source == tmp_path / "pyproject.toml"
 
 
+def test_without_any_of_these_the_start_is_the_root(tmp_path: Path) -> None:
+    assert load_settings(tmp_path, environ={}) == Settings(root=tmp_path)
+
+
 def test_a_file_starts_the_search_in_its_folder(tmp_path: Path) -> None:
     file = write(tmp_path, SECTION)
     assert load_settings(file, environ={}).root == tmp_path
@@ -150,7 +154,8 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
         ("platforms = {'a b' = 'x'}", "platforms.a b", "'a b' is not a platform slug"),
         ("platforms = {'-a' = 'x'}", "platforms.-a", "is not a platform slug"),
         ("platforms.cuda-13.0 = 'x'", "platforms.cuda-13", "a slug that holds a dot needs quotes"),
-        ("platforms.a = []", "platforms.a", "must be runner labels"),
+        ("platforms.a = []", "platforms.a", "must be runner labels, not an array"),
+        ("platforms.a = 3", "platforms.a", "must be runner labels, not the integer 3"),
         ("platforms.a = ['x', 3]", "platforms.a", "must be runner labels"),
     ],
 )

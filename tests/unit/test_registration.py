@@ -31,6 +31,7 @@ from e2e_registry.registration import (
     main,
     read_registration,
 )
+from e2e_registry.registration.coverage import can_share_a_name
 from e2e_registry.registration.place import id_below
 from e2e_registry.tolerance import Invariant, PolicyKind, Tolerance
 
@@ -753,25 +754,24 @@ def test_integers_have_no_ulps(repo: Path) -> None:
         check_ulp_policies(test, ["train/loss"])
 
 
-PATTERNS = st.lists(st.sampled_from(["a", "b", "*", "?", "[ab]", "[!a]", "["]), min_size=1, max_size=4).map("".join)
-SHORT_NAMES = ["".join(letters) for size in range(5) for letters in itertools.product("abc[", repeat=size)]
+def test_two_globs_are_apart_only_if_no_name_answers_to_both() -> None:
+    names = ["".join(letters) for size in range(7) for letters in itertools.product("abc", repeat=size)]
+    plain = ["".join(tokens) for size in (1, 2, 3) for tokens in itertools.product("ab*?", repeat=size)]
+    classes = ["".join(tokens) for tokens in itertools.product(["[ab]", "[!a]", "a", "*", "?"], repeat=2)]
+    answering = {pattern: {n for n in names if fnmatch.fnmatchcase(n, pattern)} for pattern in {*plain, *classes}}
+    for first, second in itertools.product(answering, repeat=2):
+        if "[" in first and "[" in second:
+            assert can_share_a_name(first, second) or not answering[first] & answering[second]
+        else:
+            assert can_share_a_name(first, second) == bool(answering[first] & answering[second]), (first, second)
 
 
-@settings(deadline=None)
-@given(metric=PATTERNS, tolerance=PATTERNS)
-def test_a_tolerance_is_refused_only_if_no_metric_could_have_it(repo: Path, metric: str, tolerance: str) -> None:
-    shared = [n for n in SHORT_NAMES if fnmatch.fnmatchcase(n, metric) and fnmatch.fnmatchcase(n, tolerance)]
-    shared += [metric] if metric == tolerance else []
-    source = call({"metrics": repr([metric]), "tolerances": f"{{{tolerance!r}: Tolerance(ulp=1, reason='r')}}"})
-    try:
-        read(repo, source)
-        refused = False
-    except RegistrationError:
-        refused = True
-    assert not (refused and shared)
-    # Two classes are taken to overlap; all else is decided exactly (four tokens need names of four characters).
-    if not ("[" in metric and "[" in tolerance) and metric.count("*") + tolerance.count("*") < 2:
-        assert refused == (not shared)
+@pytest.mark.parametrize("unclosed", ["a[", "a[]", "a[!]", "a[!"])
+def test_a_bracket_that_opens_no_class_is_a_character(unclosed: str) -> None:
+    assert can_share_a_name(unclosed, "a*")
+    assert can_share_a_name(f"{unclosed}*", f"?{unclosed[1:]}")
+    assert not can_share_a_name(f"{unclosed}*", "b*")
+    assert not can_share_a_name(f"{unclosed}?", "ab*")
 
 
 # --- Finding tests
