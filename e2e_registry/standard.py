@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -220,15 +220,15 @@ def write_standard(path: Path, stream: BatchStream, metadata: StandardMetadata) 
     # it has to be known before the first row is written, which is why the batches are gathered first.
     text = json.dumps(written.to_json(), sort_keys=True, ensure_ascii=False, allow_nan=False)
     schema = SCHEMA.with_metadata({METADATA_KEY: text.encode()})
-    with replacing(path) as temporary, _parquet_writer(temporary, schema) as writer:
+    with replacing(path) as temporary, temporary.open("wb") as file, _parquet_writer(file, schema) as writer:
         for table in _tables(batches, schema):
             writer.write_table(table)
     return written
 
 
-def _parquet_writer(path: Path, schema: pa.Schema) -> Any:
+def _parquet_writer(file: BinaryIO, schema: pa.Schema) -> Any:
     return pq.ParquetWriter(
-        path,
+        file,
         schema,
         compression="zstd",
         use_dictionary=[*_NAME_COLUMNS, "digest"],

@@ -16,7 +16,7 @@ from typing import Any
 from e2e_registry import __version__
 from e2e_registry.config import Settings
 from e2e_registry.determinism.state import read_state
-from e2e_registry.determinism.variables import ChildEnvironment, child_environment, pin_differences
+from e2e_registry.determinism.variables import ChildEnvironment, Profile, child_environment, pin_differences
 from e2e_registry.environment import compose, launch_facts, platform_facts, platform_slug, source_facts
 from e2e_registry.errors import InvalidRunError
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation, LaunchSpec, launch, log_tail
@@ -273,5 +273,6 @@ def _pins(
     profile: str, states: Mapping[tuple[str, int], Mapping[str, Any] | None], child: ChildEnvironment | None
 ) -> tuple[str, ...]:
     """Return the pins that did not hold in some writer, each once; judged by the launch where no state is known."""
-    found = [str(pin) for state in [*states.values()] or [None] for pin in pin_differences(profile, state, child=child)]
+    judged: str | Profile = profile if child is None else child.profile
+    found = [str(pin) for state in [*states.values()] or [None] for pin in pin_differences(judged, state, child=child)]
     return tuple(dict.fromkeys(found))

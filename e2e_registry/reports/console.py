@@ -151,8 +151,9 @@ def print_comparison(comparison: Comparison, console: Console, *, all_metrics: b
     shown += [result for result in comparison.series if result.verdict is Verdict.WITHIN_TOLERANCE]
     if all_metrics:
         shown += [result for result in comparison.series if result not in shown]
-    if shown:
-        console.print(Padding(_series_table(shown), (0, 0, 0, 2)))
+    in_table = [result for result in shown if result.num_differing or all_metrics]
+    if in_table:
+        console.print(Padding(_series_table(in_table), (0, 0, 0, 2)))
     for result in shown:
         for note in _notes(result):
             print_line(console, f"{result.key}: {note}")
@@ -167,7 +168,7 @@ def print_comparison(comparison: Comparison, console: Console, *, all_metrics: b
 def _print_the_rest(comparison: Comparison, console: Console, *, all_metrics: bool) -> None:
     """Say what was not shown: how many series are equal, and which are not judged."""
     equal = [result for result in comparison.series if result.verdict is Verdict.MATCH]
-    if comparison.verdict is not Verdict.MATCH and not all_metrics:
+    if equal and not all_metrics:
         print_line(
             console, f"{count_text(len(equal), 'series', 'series')} equal: {listed([str(r.key) for r in equal])}", "dim"
         )

@@ -1,0 +1,5 @@
+"""Fixtures that several test files use."""
+
+from repositories import repository
+
+__all__ = ["repository"]

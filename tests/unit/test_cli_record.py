@@ -1,0 +1,381 @@
+"""``record`` and ``adopt`` through the command line: what is written, what is refused, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from repositories import Repository, Result, assert_golden
+
+from e2e_registry.standard import Standard
+
+TEST = "tests/e2e/test_stub.py"
+
+
+def record(repository: Repository, *options: str) -> Result:
+    return repository.cli("record", "--test", TEST, *options)
+
+
+def action(repository: Repository, *options: str) -> str:
+    result = record(repository, "--json", *options)
+    assert result.code == 0, result.err
+    return str(result.json["tests"][0]["action"])
+
+
+class Untouched:
+    """Asserts on leaving that a file was not written: same bytes, same inode, same time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        self.before = self.path.read_bytes(), os.stat(self.path).st_ino, os.stat(self.path).st_mtime_ns
+
+    def __exit__(self, *_: object) -> None:
+        now = self.path.read_bytes(), os.stat(self.path).st_ino, os.stat(self.path).st_mtime_ns
+        assert now == self.before
+
+
+def test_a_standard_is_rewritten_only_when_something_that_counts_changed(repository: Repository) -> None:
+    """Report: refreshes rewrote whole files, so that timing noise rode along (behaviour 13)."""
+    repository.commit()
+    created = record(repository, "--reason", "first")
+    assert created.code == 0
+    assert_golden("record_created", created.out, repository.root)
+    with Untouched(repository.standard):
+        unchanged = record(repository)
+        assert_golden("record_unchanged", unchanged.out, repository.root)
+    repository.write_recipe("# an edit that changes no number")
+    with Untouched(repository.standard):
+        assert action(repository) == "unchanged"
+    repository.write_recipe("import sys")
+    repository.write_test(args=["--flag"])
+    assert action(repository) == "rewritten, values unchanged"
+    with Untouched(repository.standard):
+        assert action(repository) == "unchanged"
+    repository.write_recipe("SCALE = 1.5")
+    updated = record(repository)
+    assert updated.code == 0
+    assert_golden("record_updated", updated.out, repository.root)
+    repository.write_test(args=["--flag"], metrics=["data/batch", "train/*"])
+    assert action(repository) == "updated"
+    assert Standard(repository.standard).metrics == {"data/batch", "train/loss", "train/grad_norm", "speed"}
+
+
+def test_observed_values_alone_never_cause_a_rewrite(repository: Repository) -> None:
+    recipe = repository.write_recipe("import time")
+    recipe.write_text(recipe.read_text().replace("100.0 + step", "time.perf_counter()"))
+    assert action(repository) == "created"
+    with Untouched(repository.standard):
+        assert action(repository) == "unchanged"
+
+
+NOISY = "import os; SCALE = 1.0 + 1e-9 * int.from_bytes(os.urandom(2), 'little')"
+
+
+def test_runs_that_disagree_are_refused(repository: Repository) -> None:
+    """Report: standards recorded once, from a lucky run (behaviour 15)."""
+    repository.write_recipe(NOISY)
+    refused = record(repository)
+    assert refused.code == 1
+    assert "refused" in refused.out
+    assert "train/loss, step 0" in refused.out
+    assert not repository.standard.exists()
+    assert action(repository, "--runs", "1") == "created"
+    assert Standard(repository.standard).metadata.recorded["runs_agreed"] == "repeat unproven"
+
+
+def test_series_within_their_tolerance_keep_their_old_rows(repository: Repository) -> None:
+    repository.write_recipe(NOISY)
+    test = repository.root / TEST
+    tolerance = 'tolerances={"train/loss": Tolerance(atol=1e-3, reason="noise")},\n)'
+    test.write_text(test.read_text().replace("\n)", f"\n    {tolerance}", 1))
+    assert action(repository) == "created"
+    before = repository.standard.read_bytes()
+    with Untouched(repository.standard):
+        assert action(repository) == "unchanged"
+    assert action(repository, "--refresh") == "updated"
+    assert repository.standard.read_bytes() != before
+
+
+def test_repeat_unproven_is_lifted_by_a_second_run(repository: Repository) -> None:
+    assert action(repository, "--runs", "1") == "created"
+    with Untouched(repository.standard):
+        assert action(repository, "--runs", "1") == "unchanged"
+    assert action(repository) == "rewritten, values unchanged"
+    assert Standard(repository.standard).metadata.recorded["runs_agreed"] == 2
+
+
+def test_one_kept_run_of_the_same_source_tree_counts(repository: Repository) -> None:
+    repository.commit()
+    assert repository.cli("check", "--test", TEST).code == 3
+    result = record(repository, "--json").json["tests"][0]
+    assert result["runs_agreed"] == 2
+    assert result["reused_run"] == repository.runs[0].relative_to(repository.root).as_posix()
+    assert len(repository.runs) == 2
+    repository.write_recipe("# another source tree")
+    assert record(repository, "--json").json["tests"][0]["reused_run"] is None
+    assert len(repository.runs) == 4
+
+
+def test_without_git_no_kept_run_counts(repository: Repository) -> None:
+    repository.cli("check", "--test", TEST)
+    assert record(repository, "--json").json["tests"][0]["reused_run"] is None
+    recorded = Standard(repository.standard).metadata.recorded
+    assert (recorded["head"], recorded["source_tree"]) == (None, None)
+
+
+def test_plain_lines_leave_no_state_so_recording_them_needs_a_word(repository: Repository) -> None:
+    repository.write_recipe(
+        body="""
+        import json, os
+        with open(os.environ["E2E_METRICS_JSONL"], "w") as file:
+            for step in range(3):
+                line = {"step_key": "train/step", "train/step": float(step), "train/loss": 1 / (step + 1)}
+                file.write(json.dumps({**line, "tokens": step, "data/batch": 1, "speed": 2.0}) + "\\n")
+        """
+    )
+    refused = record(repository)
+    assert refused.code == 2
+    assert "--allow-unknown-state" in refused.err
+    assert action(repository, "--allow-unknown-state") == "created"
+    rows = {(b.key.metric, b.dtype.name): b.steps.tolist() for b in Standard(repository.standard).batches()}
+    assert rows["train/loss", "float64"] == [0, 1, 2]
+    assert rows["tokens", "int64"] == [0, 1, 2]
+
+
+def test_several_writers_are_kept_apart(repository: Repository) -> None:
+    repository.write_recipe(
+        body="""
+        import os
+        from e2e_registry import MetricRecorder
+        RANKS = 2
+        for rank in range(RANKS):
+            if os.fork() == 0:
+                with MetricRecorder(role="train", rank=rank) as recorder:
+                    for step in range(3):
+                        recorder.log({"train/loss": step + 0.5 * rank}, step=step)
+                os._exit(0)
+        for _ in range(RANKS):
+            os.wait()
+        with MetricRecorder(role="rollout") as recorder:
+            recorder.log({"rollout/reward": 1.0}, step=0)
+        """
+    )
+    repository.write_test(metrics=["train/loss", "rollout/*"], observe=[])
+    repository.record()
+    keys = [str(batch.key) for batch in Standard(repository.standard).batches()]
+    assert keys == ["rollout/reward [rollout rank 0]", "train/loss [train rank 0]", "train/loss [train rank 1]"]
+    recipe = repository.root / "scripts/recipe.py"
+    recipe.write_text(recipe.read_text().replace("RANKS = 2", "RANKS = 1"))
+    result = repository.cli("check", "--test", TEST)
+    assert result.code == 1
+    assert "train/loss [train rank 1]: only in the standard (3 points)" in result.out
+
+
+def test_list_only_and_json(repository: Repository) -> None:
+    assert TEST in record(repository, "--list-only").out
+    assert not repository.runs
+    assert record(repository, "--list-only", "--json").json["tests"][0]["standards"] == []
+
+
+def test_an_unwritable_standards_folder_is_a_storage_error(repository: Repository) -> None:
+    repository.standards.parent.mkdir(parents=True)
+    repository.standards.write_text("a file where a folder should be")
+    result = record(repository)
+    assert result.code == 6
+    assert "cannot write" in result.err
+
+
+# ------------------------------------------------------------------------------------------------ adopt
+
+
+def test_adopt_makes_a_past_run_the_standard_and_refuses_others(repository: Repository) -> None:
+    """Report: ``register`` took any file (behaviour 17)."""
+    repository.cli("run", "--test", TEST)
+    (good,) = repository.runs
+    adopted = repository.cli("adopt", "--test", TEST, "--run", good, "--reason", "accepted")
+    assert adopted.code == 0, adopted.err
+    assert "repeat unproven" in adopted.out
+    assert repository.cli("check", "--test", TEST).code == 0
+    repository.write_test(args=["--other"])
+    other = repository.cli("adopt", "--test", TEST, "--run", good)
+    assert other.code == 2
+    assert "--other" in other.err
+    repository.write_test()
+    assert repository.cli("adopt", "--test", TEST, "--run", good / "metrics.main.rank0.jsonl").code == 2
+    run = json.loads((good / "run.json").read_text())
+    (good / "run.json").write_text(json.dumps({**run, "outcome": None}))
+    with Untouched(repository.standard):
+        assert repository.cli("adopt", "--test", TEST, "--run", good).code == 4
+    assert repository.cli("adopt", "--test", TEST, "--run", repository.root / "absent").code == 2
+
+
+# ------------------------------------------------------------------------------------------------ show, list
+
+
+def test_show_and_list(repository: Repository) -> None:
+    repository.record()
+    listed = repository.cli("list")
+    assert listed.code == 0
+    assert_golden("list", listed.out, repository.root)
+    shown = repository.cli("show", TEST)
+    assert shown.code == 0
+    assert "train/grad_norm  float64" in shown.out
+    points = repository.cli("show", repository.standard, "--metric", "train/loss")
+    assert "train/loss  step 1  0.5  3fe0000000000000" in points.out
+    assert repository.cli("show", TEST, "--metric", "absent").code == 2
+    assert repository.cli("show", TEST, "--platform", "other").code == 3
+    series = repository.cli("show", TEST, "--json").json["standards"][0]["series"]
+    assert {entry["metric"] for entry in series} == {"data/batch", "speed", "tokens", "train/grad_norm", "train/loss"}
+
+
+# ------------------------------------------------------------------------------------------------ kills
+
+# Runs the command line, and kills the process before or after the n-th write, fsync or rename that concerns the
+# standards folder; prints the number of such events if it survives.
+KILLER = """
+import io, os, signal, sys
+folder, at = sys.argv[1], int(sys.argv[2])
+events = 0
+
+def event():
+    global events
+    if events == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    events += 1
+
+def wrapped(function, concerns):
+    def call(*args, **kwargs):
+        if not concerns(*args):
+            return function(*args, **kwargs)
+        event()
+        result = function(*args, **kwargs)
+        event()
+        return result
+    return call
+
+class Watched(io.FileIO):
+    def write(self, data):
+        event()
+        written = super().write(data)
+        event()
+        return written
+
+real_open = io.open
+
+def open_(file, mode="r", *args, **kwargs):
+    if str(file).startswith(folder) and "w" in mode:
+        return Watched(file, mode)
+    return real_open(file, mode, *args, **kwargs)
+
+import pathlib
+io.open = open_
+target = lambda fd: os.readlink(f"/proc/self/fd/{fd}").startswith(folder)
+os.fsync = wrapped(os.fsync, target)
+os.replace = wrapped(os.replace, lambda source, target: str(target).startswith(folder))
+from e2e_registry.cli.app import main
+code = main(sys.argv[3:])
+print(events)
+sys.exit(code)
+"""
+
+
+def killed_record(repository: Repository, at: int) -> subprocess.CompletedProcess[str]:
+    arguments = [str(repository.standards), str(at), "record", "--test", TEST, "--runs", "1"]
+    command = [sys.executable, "-c", KILLER, *arguments]
+    return subprocess.run(command, cwd=repository.root, capture_output=True, text=True, check=False)
+
+
+def test_a_kill_at_any_write_fsync_or_rename_leaves_a_whole_standard(repository: Repository) -> None:
+    repository.record()
+    old = repository.standard.read_bytes()
+    old_digest = Standard(repository.standard).metadata.content_digest
+    repository.write_recipe("SCALE = 2.0")
+    survived = killed_record(repository, -1)
+    assert survived.returncode == 0, survived.stderr
+    new_digest = Standard(repository.standard).metadata.content_digest
+    assert new_digest != old_digest
+    events = int(survived.stdout.split()[-1])
+    assert events >= 8, "opens, writes, two fsyncs and a rename, each before and after"
+    found = {"old": 0, "new": 0}
+    for at in range(events):
+        repository.standard.write_bytes(old)
+        killed = killed_record(repository, at)
+        assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+        assert [path.name for path in repository.standards.glob("*.parquet")] == [repository.standard.name]
+        standard = Standard(repository.standard)
+        list(standard.batches())  # verifies the rows
+        found["old" if standard.metadata.content_digest == old_digest else "new"] += 1
+        assert standard.metadata.content_digest in (old_digest, new_digest)
+        assert standard.metadata.content_digest == new_digest or repository.standard.read_bytes() == old
+    assert found["old"] > found["new"] > 0
+    assert repository.cli("list", "--json").json["tests"][0]["standards"] == ["cpu-x86_64-portable"]
+    record(repository)
+    assert os.listdir(repository.standards) == [repository.standard.name], "abandoned temporaries are removed"
+
+
+# Forks a child for each line of its input, which writes a standard of 50 MB again and again until it is killed.
+ZYGOTE = """
+import os, sys
+from pathlib import Path
+import numpy as np
+import pyarrow.parquet
+from e2e_registry.dtypes import FLOAT64
+from e2e_registry.series import SeriesBatch, SeriesKey
+from e2e_registry.standard import StandardMetadata, write_standard
+count = 2_000_000
+def batch(seed):
+    bits = np.random.default_rng(seed).integers(0, 2**62, count, dtype=np.uint64)
+    steps = np.arange(count)
+    return SeriesBatch(SeriesKey("m", "main", 0), FLOAT64, steps, bits, None, lambda: steps)
+generations = [batch(seed) for seed in (1, 2)]
+print("ready", flush=True)
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        for generation in range(int(line), 1000):
+            write_standard(Path(sys.argv[1]), [generations[generation % 2]], StandardMetadata(test=None, platform=None))
+        os._exit(0)
+    print(pid, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_random_kills_inside_the_write_of_a_large_standard(tmp_path: Path) -> None:
+    path, rng = tmp_path / "large.parquet", random.Random(5)
+    zygote = subprocess.Popen(
+        [sys.executable, "-c", ZYGOTE, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert zygote.stdin is not None
+    assert zygote.stdout is not None
+    assert zygote.stdout.readline() == "ready\n"
+    digests = set()
+    interrupted = 0
+    for number in range(50):
+        zygote.stdin.write(f"{number}\n")
+        zygote.stdin.flush()
+        pid = int(zygote.stdout.readline())
+        time.sleep(rng.uniform(0.05, 1.5))
+        os.kill(pid, signal.SIGKILL)
+        while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.01)
+        interrupted += len(list(tmp_path.glob(".*.tmp")))
+        assert len(list(tmp_path.glob("*.parquet"))) <= 1
+        if path.exists():
+            assert path.stat().st_size > 15_000_000
+            standard = Standard(path)
+            for _ in standard.batches():
+                pass
+            digests.add(standard.metadata.content_digest)
+    zygote.kill()
+    zygote.wait()
+    assert len(digests) == 2
+    assert interrupted >= 20, "most kills fell inside a write"
