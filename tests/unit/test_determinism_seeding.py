@@ -210,6 +210,14 @@ def test_ranks_draw_apart_only_where_they_say_so() -> None:
     assert all(not a & b for a, b in zip(drawn(zero), drawn(one), strict=True))
 
 
+def test_without_seed_worker_the_numpy_generator_still_draws_apart() -> None:
+    generator = make_deterministic(5)
+    in_parent = worker_rng().integers(2**48)  # which a forked worker must not go on from
+    loader = torch.utils.data.DataLoader(Noise(), batch_size=None, num_workers=2, generator=generator)
+    values = [sample[-1] for _ in range(2) for sample in loader]
+    assert len({in_parent, *values}) == 33
+
+
 def test_seeding_a_worker_twice_changes_nothing() -> None:
     torch.manual_seed(3)
     seed_worker(1)
@@ -236,7 +244,7 @@ def test_the_digest_of_sample_ids_sees_order_type_and_cut(ids: list[Any], data: 
 def test_sample_ids_may_come_as_tensors_and_may_not_be_floats() -> None:
     assert sample_id_digest(torch.tensor([3, 1])) == sample_id_digest(np.array([3, 1], np.uint8))
     assert sample_id_digest([3, 1]) == sample_id_digest(torch.tensor([3, 1]))
-    assert sample_id_digest(["ab", "c"]) != sample_id_digest(["a", "bc"])
+    assert sample_id_digest(["asb"]) != sample_id_digest(["a", "b"]), "a digest of joined ids would not see it"
     assert sample_id_digest(["1"]) != sample_id_digest([1]) != sample_id_digest([b"1"])
     for ids in ([1.0], [None], [True], torch.tensor([0.5]), torch.tensor([[1]])):
         with pytest.raises(UsageError, match="sample id"):
