@@ -146,11 +146,17 @@ def _read_patch(patch: bytes) -> Iterator[tuple[str, FileChanges]]:
             changes.added.update(range(start, start + added))
             if added == 0:
                 changes.removed_after.add(start)
-            # Content is counted off, never interpreted: an added line may itself read "+++ b/other.py".
-            for _ in range(added + removed):
-                next(lines, None)
+            _skip_content(lines, added + removed)
     if name is not None:
         yield name, changes
+
+
+def _skip_content(lines: Iterator[bytes], count: int) -> None:
+    """Count a hunk's lines off, never reading them: an added line may itself be ``++ b/other.py``."""
+    while count > 0:
+        # Git's remark that a file ends without a newline stands between them and is none of them.
+        if not next(lines, b"").startswith(b"\\"):
+            count -= 1
 
 
 def _count(group: bytes | None) -> int:

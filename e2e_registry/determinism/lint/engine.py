@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from e2e_registry.determinism.lint.discovery import discover
 from e2e_registry.determinism.lint.finding import Finding, LintReport
 from e2e_registry.determinism.lint.meta import Unreadable
 from e2e_registry.determinism.lint.module import Module, UnreadableSourceError, decode_source
-from e2e_registry.determinism.lint.rule import Violation
+from e2e_registry.determinism.lint.rule import Rule, Violation
 from e2e_registry.determinism.lint.suppression import Suppression, complaints, read_suppressions
 
 
@@ -82,25 +82,35 @@ def lint_source(
     """
     selection = selection or select()
     try:
-        module = Module(path, decode_source(data), in_package=in_package)
+        return _lint_module(Module(path, decode_source(data), in_package=in_package), selection, changes)
     except UnreadableSourceError as error:
         # A file that does not parse was not checked at all, so every line of it counts as touched.
         finding = Finding(path, error.line, error.column, error.line, error.column, Unreadable.code, error.reason)
         return FileResult([finding] if Unreadable.code in selection.codes else [], 0)
+
+
+def _lint_module(module: Module, selection: Selection, changes: FileChanges | None) -> FileResult:
     suppressions = read_suppressions(module.text, module.lines)
     findings: list[Finding] = []
     suppressed = 0
-    for rule in selection.rules:
-        if not rule.applies_to(module.text):
-            continue
-        for violation in rule.check(module):
-            if _is_suppressed(module, rule.code, violation, suppressions):
-                suppressed += 1
-            else:
-                findings.append(_finding(module, rule.code, violation))
+    for rule, violation in _violations(module, selection):
+        if _is_suppressed(module, rule.code, violation, suppressions):
+            suppressed += 1
+        else:
+            findings.append(_finding(module, rule.code, violation))
     findings += _complaints(module, suppressions, selection)
     touched = [found for found in findings if changes is None or changes.touches(found.line, found.end_line)]
     return FileResult(sorted(set(touched)), suppressed)
+
+
+def _violations(module: Module, selection: Selection) -> Iterator[tuple[Rule, Violation]]:
+    for rule in selection.rules:
+        if rule.applies_to(module.text):
+            try:
+                yield from ((rule, violation) for violation in rule.check(module))
+            except RecursionError as error:
+                # Generated code may nest deeper than a rule can describe, though the parser took it.
+                raise UnreadableSourceError(f"nested too deeply to check for {rule.code}") from error
 
 
 def _folder(paths: Sequence[Path]) -> Path:

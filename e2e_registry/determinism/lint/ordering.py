@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 
 from e2e_registry.determinism.lint.module import FunctionNode, Module, dotted, last_name
+from e2e_registry.determinism.lint.scopes import BindingKind
 
 _ORDER_FREE_CALLS = frozenset(
     {
@@ -265,7 +266,7 @@ def _step_leak(module: Module, loop: ast.For | ast.AsyncFor, node: ast.AST, hops
         case ast.Return(value=value) if value is not None and _mentions_target(loop, value):
             return None if _is_guarded_by_equality(module, loop, node) else "decides which match is returned first"
         case ast.Call(func=ast.Attribute(attr=method, value=receiver)) if method in _COLLECTING_METHODS:
-            if isinstance(receiver, ast.Name):
+            if isinstance(receiver, ast.Name) and not _belongs_to_others(module, receiver):
                 found = None if hops <= 1 else _variable_leak(module, _first_use(module, receiver), hops)
                 return None if found is None else f"drives a loop that collects into {receiver.id}, which {found}"
             if _is_sorted_somewhere(module, receiver):
@@ -275,6 +276,12 @@ def _step_leak(module: Module, loop: ast.For | ast.AsyncFor, node: ast.AST, hops
             return None if is_display_call(module, node) else f"drives a loop that calls .{method}()"
         case _:
             return None
+
+
+def _belongs_to_others(module: Module, receiver: ast.Name) -> bool:
+    """Whether a list comes from a caller or another module, so that its further uses are out of sight."""
+    bindings = module.names.bindings(receiver)
+    return not bindings or any(binding.kind is BindingKind.PARAMETER for binding in bindings)
 
 
 def _first_use(module: Module, receiver: ast.Name) -> ast.Name:

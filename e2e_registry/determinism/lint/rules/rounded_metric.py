@@ -188,8 +188,7 @@ def _logged_name(module: Module, call: ast.Call, inner: ast.AST, node: ast.expr,
         return None if is_step or _OBSERVED.search(inner.arg or "") else f"`{inner.arg}`"
     position = call.args.index(inner) if inner in call.args else None
     if method in (*_WRITE_METHODS, "writerow"):
-        measured = _METRIC.search(ast.unparse(node))
-        return None if measured is None else f"`{measured.group(0).strip('/_.- :=')}`"
+        return next((f"`{name}`" for name in map(last_name, ast.walk(node)) if _METRIC.search(name)), None)
     if position == 1:
         name = _text(module, call.args[0])
         return None if name is not None and _OBSERVED.search(name) else f"`{name or 'a metric'}`"

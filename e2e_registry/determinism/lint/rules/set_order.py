@@ -55,7 +55,7 @@ def vocabulary(words):
 def vocabulary(words):
     return {word: index for index, word in enumerate(sorted(set(words)))}
 """
-    triggers = ("set(", "{", "frozenset")
+    triggers = ("set", "Set", "{", ".keys()")
 
     def check(self, module: Module) -> Iterator[Violation]:
         """Report places that turn a set into a sequence, if that sequence's order goes on."""
@@ -161,7 +161,7 @@ def _holds_integers(module: Module, node: ast.expr) -> bool:
     match value:
         case ast.Set(elts=elements):
             return all(_is_integer(module, element) for element in elements)
-        case ast.Call(args=[]) if value is node:
+        case ast.Call(args=[]) if value is node and module.qualified(value.func) in _SET_TYPES:
             return True  # ``iter(set())``: nothing in it to have an order
         case ast.SetComp(elt=element):
             return _is_integer(module, element)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from e2e_registry.determinism.lint.module import Module, dotted, last_name
+from e2e_registry.determinism.lint.module import Module, last_name
 from e2e_registry.determinism.lint.ordering import leak
 from e2e_registry.determinism.lint.rule import Rule, Violation
 
 _LISTING_FUNCTIONS = frozenset({"os.listdir", "os.scandir", "glob.glob", "glob.iglob"})
 _PATH_METHODS = frozenset({"iterdir", "rglob"})
-#: A ``.glob`` of one of these is not pathlib's; fsspec's file systems sort what they return.
-_OTHER_GLOBS = ("fs", "filesystem", "file_system", "api", "hffs")
+#: A ``.glob`` of one of these is not pathlib's: a method of the file's own class, or fsspec's, which sorts.
+_OTHER_GLOBS = ("fs", "filesystem", "file_system", "api", "self", "cls")
 
 
 class UnsortedListing(Rule):
@@ -66,6 +66,6 @@ def _listing(module: Module, call: ast.Call) -> str | None:
     if method in _PATH_METHODS:
         return f".{method}()"
     if method == "glob" and name is None and call.args:
-        receiver = (dotted(call.func.value) or last_name(call.func.value)).lower()
-        return None if receiver.split(".")[-1].strip("_").endswith(_OTHER_GLOBS) else ".glob()"
+        receiver = last_name(call.func.value).lower().strip("_")
+        return None if receiver.endswith(_OTHER_GLOBS) else ".glob()"
     return None
