@@ -87,7 +87,7 @@ def _options(
     pass
 
 
-for _name, _command in {
+_COMMANDS: dict[str, Callable[..., None]] = {
     "check": check.check,
     "record": record.record,
     "compare": compare.compare,
@@ -95,7 +95,8 @@ for _name, _command in {
     "run": run.run,
     "list": inventory.list_,
     "show": inventory.show,
-}.items():
+}
+for _name, _command in _COMMANDS.items():
     app.command(_name)(_guarded(_command))
 
 

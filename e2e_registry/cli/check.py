@@ -12,6 +12,7 @@ def check(
     test: options.Tests = None,
     suite: options.Suite = None,
     all_: options.All = False,
+    nightly: options.Nightly = False,
     all_metrics: options.AllMetrics = False,
     allow_empty: options.AllowEmpty = False,
     json: options.Json = False,
@@ -25,7 +26,7 @@ def check(
 
     settings = options.settings()
     try:
-        registrations = select(settings, tests=test or (), suite=suite, everything=all_)
+        registrations = select(settings, tests=test or (), suite=suite, everything=all_, nightly=nightly)
     except NothingSelectedError:
         if not allow_empty:
             raise

@@ -25,7 +25,7 @@ def list_(
     from e2e_registry.reports.inventory import print_tests
 
     settings = options.settings()
-    listed = list_tests(select(settings, suite=suite, everything=suite is None), settings)
+    listed = list_tests(select(settings, suite=suite, everything=suite is None, nightly=True), settings)
     if json:
         print_json({"tests": [listed_to_json(*entry) for entry in listed]})
     else:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 Tests = Annotated[list[str] | None, typer.Option("--test", help="A test file; may be given more than once.")]
 Suite = Annotated[str | None, typer.Option("--suite", help="All tests of a suite.")]
 All = Annotated[bool, typer.Option("--all", help="All tests.")]
+Nightly = Annotated[bool, typer.Option("--nightly", help="Take also tests that are registered as nightly.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 AllMetrics = Annotated[bool, typer.Option("--all-metrics", help="Show every series, also those that are equal.")]
 AllowUnknownState = Annotated[

@@ -20,6 +20,7 @@ def record(
     test: options.Tests = None,
     suite: options.Suite = None,
     all_: options.All = False,
+    nightly: options.Nightly = False,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Runs that must agree before anything is written.")] = 2,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Renew also series whose old rows their tolerance accepts.")
@@ -38,7 +39,7 @@ def record(
     from e2e_registry.reports.recording import print_change
 
     settings = options.settings()
-    registrations = select(settings, tests=test or (), suite=suite, everything=all_)
+    registrations = select(settings, tests=test or (), suite=suite, everything=all_, nightly=nightly)
     if list_only:
         _list(registrations, settings, as_json=json)
         return

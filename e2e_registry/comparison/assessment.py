@@ -83,6 +83,7 @@ class Assessment:
         warnings: What did not change the verdict, and should be known.
         duration_s: Wall time of the run, seconds.
         next_steps: Commands that make sense now.
+        quarantine: Why, and until when, a failure of this test does not block.
         error: Why nothing could be concluded, with verdict ``error``.
     """
 
@@ -101,11 +102,14 @@ class Assessment:
     warnings: Sequence[str] = ()
     duration_s: float | None = None
     next_steps: Sequence[str] = ()
+    quarantine: str | None = None
     error: RegistryError | None = None
 
     @property
     def exit_code(self) -> ExitCode:
-        """What a command answers when this is all it did."""
+        """What a command answers when this is all it did; a quarantined test blocks nothing."""
+        if self.quarantine is not None and self.verdict is not TestVerdict.SKIPPED:
+            return ExitCode.OK
         return self.verdict.exit_code if self.error is None else self.error.exit_code
 
     def to_json(self) -> dict[str, Any]:
@@ -125,6 +129,7 @@ class Assessment:
             "candidate": self.candidate,
             "log_tail": self.log_tail,
             "warnings": list(self.warnings),
+            "quarantine": self.quarantine,
             "duration_s": self.duration_s,
             "error": None if self.error is None else str(self.error),
         }

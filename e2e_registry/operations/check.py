@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -53,15 +54,25 @@ def check_test(
     reason = skip_reason(registration)
     if reason is not None:
         return Assessment(subject=registration.test_id, verdict=TestVerdict.SKIPPED, reasons=[reason])
+    quarantine = _quarantine(registration)
     try:
         run = run_test(registration, settings, on_line=on_line, cancellation=cancellation)
         assessment = assess(registration, run, settings)
         if not run.problems and not run.pins:
             candidate = display_path(write_candidate(registration, run), settings)
             assessment = dataclasses.replace(assessment, candidate=candidate)
-        return assessment
+        return dataclasses.replace(assessment, quarantine=quarantine)
     except RegistryError as error:
-        return Assessment(subject=registration.test_id, verdict=TestVerdict.ERROR, error=error)
+        subject = registration.test_id
+        return Assessment(subject=subject, verdict=TestVerdict.ERROR, error=error, quarantine=quarantine)
+
+
+def _quarantine(registration: Registration) -> str | None:
+    """Return why and until when a failure does not block; None for a test that blocks today."""
+    quarantine = registration.quarantine
+    if quarantine is None or quarantine.blocks_on(datetime.datetime.now(datetime.UTC).date()):
+        return None
+    return f"until {quarantine.until.isoformat()}: {quarantine.reason}"
 
 
 def write_results(assessments: Sequence[Assessment], settings: Settings) -> Path:
@@ -151,6 +162,9 @@ def _conclude(
         verdict = TestVerdict.INCOMPARABLE
         reasons = [*reasons, f"no standard for {run.platform}; there is one for {_platforms(registration, settings)}"]
     verdict = verdict or TestVerdict.NO_STANDARD
+    if is_run_usable and not registration.requires_verdict(run.platform):
+        verdict, is_judged = TestVerdict.SKIPPED, False
+        reasons = [*reasons, f"no verdict is required on {run.platform}; the run is kept"]
     return dataclasses.replace(
         assessment,
         verdict=verdict,

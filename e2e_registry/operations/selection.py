@@ -10,9 +10,21 @@ from e2e_registry.registration import Registration, discover, find_test
 
 
 def select(
-    settings: Settings, *, tests: Sequence[str] = (), suite: str | None = None, everything: bool = False
+    settings: Settings,
+    *,
+    tests: Sequence[str] = (),
+    suite: str | None = None,
+    everything: bool = False,
+    nightly: bool = False,
 ) -> list[Registration]:
     """Return the selected tests: named ones in the order given, a suite or all of them by id.
+
+    Args:
+        settings: The repository's settings.
+        tests: Test files by path or id.
+        suite: A suite's name.
+        everything: Select all tests.
+        nightly: Of a suite or of all, take also the tests that are registered as nightly.
 
     Raises:
         UsageError: No or more than one way to select, an unknown test, or an unknown suite.
@@ -30,6 +42,7 @@ def select(
         if suite not in known:
             raise UsageError(f"there is no suite {suite!r}", hint=did_you_mean(suite, known) if known else None)
         registrations = [registration for registration in registrations if registration.suite == suite]
+    registrations = [registration for registration in registrations if nightly or not registration.nightly]
     if not registrations:
         folders = ", ".join(settings.test_folders)
         raise NothingSelectedError("no test is selected", hint=f"tests are test_*.py in {folders}")

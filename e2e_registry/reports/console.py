@@ -69,6 +69,8 @@ def make_console(*, stderr: bool = False) -> Console:
 def print_assessment(assessment: Assessment, console: Console, *, all_metrics: bool = False) -> None:
     """Print one test's verdict and, unless all is well, what explains it."""
     console.print(_verdictprint_line(assessment), soft_wrap=True)
+    if assessment.quarantine is not None:
+        print_line(console, f"quarantined, so it blocks nothing, {assessment.quarantine}", "yellow")
     for reason in assessment.reasons:
         print_line(console, reason)
     if assessment.error is not None:

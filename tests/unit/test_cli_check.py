@@ -177,6 +177,36 @@ def test_a_changed_argument_is_shown_beside_the_mismatch(repository: Repository)
     assert "1.0 -> 1.5" in result.out
 
 
+def test_platforms_quarantine_and_nightly_decide_what_blocks(repository: Repository) -> None:
+    repository.record()
+    repository.write_recipe("SCALE = 2.0")
+    repository.write_test(platforms=["cuda-*"])
+    elsewhere = repository.cli("check", "--test", TEST)
+    assert elsewhere.code == 5
+    assert "for information, compared with" in elsewhere.out
+    repository.write_test(quarantine={"reason": "a flake is looked into", "until": "2999-01-01"})
+    quarantined = repository.cli("check", "--test", TEST)
+    assert quarantined.code == 0
+    assert "mismatch" in quarantined.out
+    assert "quarantined, so it blocks nothing, until 2999-01-01: a flake is looked into" in quarantined.out
+    repository.write_test(quarantine={"reason": "a flake is looked into", "until": "2020-01-01"})
+    assert verdict(repository) == (1, "mismatch")
+    repository.write_test(nightly=True)
+    assert repository.cli("check", "--suite", "stub").code == 5
+    assert repository.cli("check", "--suite", "stub", "--nightly").code == 1
+
+
+def test_a_child_left_behind_is_ended_with_a_warning(repository: Repository) -> None:
+    repository.record()
+    repository.write_recipe(
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    )
+    result = repository.cli("check", "--test", TEST)
+    assert result.code == 0
+    assert "left 1 process(es) behind" in result.out
+    assert not processes_running(repository.root)
+
+
 # ------------------------------------------------------------------------------------------------ running the file
 
 
