@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from e2e_registry.determinism.profiles import PROFILES
+from e2e_registry.determinism.variables import Origin
 from e2e_registry.environment.redaction import redact_command, redact_variables, without_machine_paths
 from e2e_registry.environment.source import source_facts
 from e2e_registry.errors import StorageError
@@ -23,7 +25,7 @@ Writer = tuple[str, int]
 Facts = dict[str, Any]
 
 #: Origins of variables that are not worth a line: nobody overrode the profile.
-_USUAL_ORIGINS = ("the profile", "nobody")
+_USUAL_ORIGINS = (Origin.PROFILE.value, Origin.UNSET.value)
 
 
 def launch_facts(
@@ -93,14 +95,15 @@ def compose(
     launch = launch_facts or {}
     known = {writer: state for writer, state in sorted(writer_states.items()) if state is not None}
     unknown = sorted(writer for writer, state in writer_states.items() if state is None)
+    variables = _merged({writer: _variable_facts(state) for writer, state in known.items()}, is_absence_a_value=True)
     record = {
         "platform": _merged({writer: platform_facts(state) for writer, state in known.items()}),
         "software": _merged({writer: software_facts(state) for writer, state in known.items()}),
         "determinism": {
             **_present({"profile": launch.get("profile"), "unknown_writers": _writers(unknown) or None}),
             **_merged({writer: _determinism_facts(state) for writer, state in known.items()}),
-            **_merged({writer: _variable_facts(state) for writer, state in known.items()}, is_absence_a_value=True),
-            **_origin_facts(launch.get("origins") or {}),
+            **variables,
+            **_origin_facts(launch.get("origins") or {}, launch.get("profile"), variables),
         },
         "recipe": _present(_flat(launch.get("recipe") or {})),
         "source": _flat(launch.get("source") or {}),
@@ -156,8 +159,17 @@ def _variable_facts(state: Mapping[str, Any]) -> Facts:
     return facts
 
 
-def _origin_facts(origins: Mapping[str, str]) -> Facts:
-    return {f"origins.{name}": origin for name, origin in origins.items() if origin not in _USUAL_ORIGINS}
+def _origin_facts(origins: Mapping[str, str], profile: str | None, variables: Facts) -> Facts:
+    """Return who overrode the profile; who set a variable to what the profile says anyway is of no account."""
+    known = PROFILES.get(profile or "")
+    settings = {} if known is None else {variable.name: variable for variable in known.settings}
+    facts: Facts = {}
+    for name, origin in origins.items():
+        value = variables.get(f"variables.{name}")
+        is_the_profiles = name in settings and isinstance(value, str) and settings[name].accepts(value)
+        if origin not in _USUAL_ORIGINS and not is_the_profiles:
+            facts[f"origins.{name}"] = origin
+    return facts
 
 
 def _present(facts: Mapping[str, Any]) -> Facts:
