@@ -234,7 +234,7 @@ def load_run(path: Path, settings: Settings, *, child: ChildEnvironment | None =
         recording = read_run(path)
     except InvalidRunError as error:
         invalid = error
-    facts = _facts(path) if recording is None else recording.run or {}
+    facts = read_facts(path) if recording is None else recording.run or {}
     states = {} if recording is None else recording.writer_states
     profile = facts.get("profile")
     environment = compose(writer_states=states, launch_facts=facts, root=settings.root)
@@ -260,8 +260,8 @@ def _platform(profile: str, environment: Mapping[str, Mapping[str, Any]], settin
     )
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    """Return ``run.json`` of a run whose series cannot be read; empty if it cannot be read either."""
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return ``run.json`` of a run directory; empty if there is none that can be read."""
     try:
         facts = json.loads((path / RUN_FILE).read_bytes())
     except (OSError, ValueError):
