@@ -140,6 +140,8 @@ def require_recordable(registration: Registration, run: ObservedRun, *, allow_un
     """
     require_complete(run)
     check_policies_fit(registration, run)
+    if run.platform_fault is not None:
+        raise RefusedError(f"the platform of the run is unknown: {run.platform_fault}", where=run.path)
     if run.pins:
         raise RefusedError(
             f"the run is not on the profile {registration.profile!r}: {'; '.join(run.pins)}",
@@ -216,7 +218,8 @@ def find_kept_run(registration: Registration, settings: Settings, *, like: Obser
         if path == like.path or any(facts.get(key) != like.facts.get(key) for key in ("recipe", "profile")):
             continue
         run = load_run(path, settings)
-        is_same = run.source_tree == like.source_tree and not difference(like.environment, run.environment)
+        differences = [d for d in difference(like.environment, run.environment) if not d.is_informational]
+        is_same = run.source_tree == like.source_tree and not differences
         if is_same and not run.problems and not run.pins and run.test == registration.test_id:
             return run
     return None

@@ -17,8 +17,8 @@ from e2e_registry import __version__
 from e2e_registry.config import Settings
 from e2e_registry.determinism.state import read_state
 from e2e_registry.determinism.variables import ChildEnvironment, Profile, child_environment, pin_differences
-from e2e_registry.environment import compose, launch_facts, platform_facts, platform_slug, source_facts
-from e2e_registry.errors import InvalidRunError
+from e2e_registry.environment import compose, launch_facts, platform_facts, platform_slug
+from e2e_registry.errors import InvalidRunError, UsageError
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation, LaunchSpec, launch, log_tail
 from e2e_registry.recording import RunRecording, read_run
 from e2e_registry.recording.layout import RUN_FILE
@@ -41,6 +41,7 @@ class ObservedRun:
         environment: The facts of the run by group (:mod:`e2e_registry.environment`).
         platform: The platform slug that the run's bits belong to; ``unknown`` if no launcher said under what profile.
         pins: Pins of the profile that did not hold effectively, one text each.
+        platform_fault: Why the platform is unknown, if it is.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class ObservedRun:
     environment: Mapping[str, Mapping[str, Any]]
     platform: str
     pins: tuple[str, ...]
+    platform_fault: str | None = None
 
     @property
     def test(self) -> str | None:
@@ -140,13 +142,13 @@ def run_test(
         registration=registration.launch_env(run_dir=run_dir, environ=environ),
         python=None if registration.script is None else sys.executable,
     )
-    facts = declared_facts(registration, settings)
+    facts = {**declared_facts(registration, settings), "num_gpus": registration.num_gpus}
     argv = registration.argv(run_dir=run_dir, environ=child.variables)
     return _launch(argv, child, run_dir, settings, facts, registration.timeout, on_line, cancellation)
 
 
 def declared_facts(registration: Registration, settings: Settings) -> dict[str, Any]:
-    """Return what a test declares of its recipe, as a run of it records it; without the source tree.
+    """Return what a test declares of its recipe, as a run of it records it, and the source tree as it is now.
 
     Raises:
         StorageError: The script cannot be read.
@@ -162,6 +164,7 @@ def declared_facts(registration: Registration, settings: Settings) -> dict[str, 
         env=registration.recorded_env,
         seed=registration.seed,
         profile=registration.profile,
+        exclude=[settings.standards_dir, settings.run_dir],
     )
 
 
@@ -182,7 +185,8 @@ def run_command(
     run_dir = new_run_dir(settings, "command")
     child = child_environment(profile, caller=dict(os.environ))
     argv = [argument.replace("{run_dir}", str(run_dir)) for argument in command]
-    facts = launch_facts(settings.root, command=list(command), profile=profile)
+    excluded = [settings.standards_dir, settings.run_dir]
+    facts = launch_facts(settings.root, command=list(command), profile=profile, exclude=excluded)
     return _launch(argv, child, run_dir, settings, facts, timeout_s, on_line, None)
 
 
@@ -196,7 +200,6 @@ def _launch(
     on_line: Callable[[str], None] | None,
     cancellation: Cancellation | None,
 ) -> ObservedRun:
-    excluded = [settings.standards_dir, settings.run_dir]
     spec = LaunchSpec(
         command=argv,
         cwd=settings.root,
@@ -207,7 +210,6 @@ def _launch(
         facts={
             **facts,
             "origins": {setting.variable.name: setting.origin.value for setting in child.settings},
-            "source": source_facts(settings.root, excluded),
             # A recipe that leaves no state file ran on this machine all the same.
             "launcher_platform": platform_facts(read_state()),
             "tool": __version__,
@@ -239,25 +241,38 @@ def load_run(path: Path, settings: Settings, *, child: ChildEnvironment | None =
     profile = facts.get("profile")
     environment = compose(writer_states=states, launch_facts=facts, root=settings.root)
     environment["platform"] = environment["platform"] or facts.get("launcher_platform") or {}
+    platform, fault = _platform(facts, environment, settings)
     return ObservedRun(
         path=path,
         recording=recording,
         invalid=invalid,
         facts=facts,
         environment=environment,
-        platform=UNKNOWN_PLATFORM if profile is None else _platform(profile, environment, settings),
+        platform=platform,
         pins=() if profile is None else _pins(profile, states, child),
+        platform_fault=fault,
     )
 
 
-def _platform(profile: str, environment: Mapping[str, Mapping[str, Any]], settings: Settings) -> str:
-    return platform_slug(
-        profile,
-        platform=environment["platform"],
-        software=environment["software"],
-        axes=settings.platform_axes,
-        tag=settings.platform_tag,
-    )
+def _platform(
+    facts: Mapping[str, Any], environment: Mapping[str, Mapping[str, Any]], settings: Settings
+) -> tuple[str, str | None]:
+    """Return the platform slug of a run, or :data:`UNKNOWN_PLATFORM` and why."""
+    profile = facts.get("profile")
+    if profile is None:
+        return UNKNOWN_PLATFORM, "no launcher said under what profile it ran"
+    try:
+        slug = platform_slug(
+            profile,
+            platform=environment["platform"],
+            software=environment["software"],
+            gpu_count=facts.get("num_gpus") or None,  # each rank may have been shown its own GPU alone
+            axes=settings.platform_axes,
+            tag=settings.platform_tag,
+        )
+    except UsageError as error:  # such as a CUDA recipe that died before it started CUDA
+        return UNKNOWN_PLATFORM, str(error)
+    return slug, None
 
 
 def read_facts(path: Path) -> dict[str, Any]:

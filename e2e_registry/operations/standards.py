@@ -10,7 +10,7 @@ from pathlib import Path
 from e2e_registry.comparison.change import REPEAT_UNPROVEN
 from e2e_registry.config import Settings
 from e2e_registry.dtypes import Kind
-from e2e_registry.environment import redact_command
+from e2e_registry.environment import redact_command, without_machine_paths
 from e2e_registry.operations.running import ObservedRun
 from e2e_registry.registration import Registration, check_digest_policies, check_ulp_policies
 from e2e_registry.series import SeriesBatch
@@ -97,7 +97,7 @@ def metadata_of(
         environment=run.environment,
         recorded={
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": redact_command(["e2e-registry", *sys.argv[1:]]),
+            "command": [without_machine_paths(word) for word in redact_command(["e2e-registry", *sys.argv[1:]])],
             "head": source.get("head"),
             "dirty": source.get("dirty"),
             "source_tree": source.get("source_tree"),
