@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from e2e_registry import __version__
-from e2e_registry.cli import adopt, check, compare, inventory, record, run
+from e2e_registry.cli import adopt, check, compare, inventory, lint, record, repeat, run
 from e2e_registry.errors import ExitCode, RegistryError
 
 #: Set to see the traceback of an internal error.
@@ -95,6 +95,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run,
     "list": inventory.list_,
     "show": inventory.show,
+    "lint": lint.lint,
+    "repeat": repeat.repeat,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_guarded(_command))
