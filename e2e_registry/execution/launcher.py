@@ -56,8 +56,8 @@ class LaunchSpec:
 
     Attributes:
         command: Program and arguments; a program without a slash is looked up in the ``PATH`` of ``environment``.
-        cwd: Working directory of the recipe.
-        run_dir: Where the run is kept; made if need be, and refused if it holds a run.
+        cwd: Working directory of the recipe; made absolute.
+        run_dir: Where the run is kept; made absolute, made if need be, and refused if it holds a run.
         environment: The complete environment; :func:`child_environment` says what is changed in it.
         keep_variables: Names of ``RAY_*`` variables that somebody stated for this run, so that they stay even if the
             launcher's own environment has the same value.
@@ -100,6 +100,8 @@ class LaunchSpec:
             raise UsageError(f"grace_s={self.grace_s!r} and settle_s={self.settle_s!r} must be numbers of seconds")
         if self.log_limit < _LOG_LIMIT_MIN:
             raise UsageError(f"log_limit={self.log_limit!r} is less than {_LOG_LIMIT_MIN} bytes")
+        for name in ("cwd", "run_dir"):
+            object.__setattr__(self, name, Path(os.path.abspath(getattr(self, name))))
         if taken := _LAUNCHER_KEYS & self.facts.keys():
             raise ValueError(f"facts may not hold {sorted(taken)}: the launcher writes them")
 
@@ -283,13 +285,12 @@ def child_environment(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[st
         spec: What is launched.
         inherited: The launcher's own environment.
     """
-    run_dir = Path(os.path.abspath(spec.run_dir))
     stated = {
         name: value
         for name, value in spec.environment.items()
         if not name.startswith("RAY_") or name in spec.keep_variables or inherited.get(name) != value
     }
-    own = {RUN_DIR_VARIABLE: str(run_dir), PLAIN_FILE_VARIABLE: str(run_dir / PLAIN_FILE)}
+    own = {RUN_DIR_VARIABLE: str(spec.run_dir), PLAIN_FILE_VARIABLE: str(spec.run_dir / PLAIN_FILE)}
     return {"PYTHONUNBUFFERED": "1", **stated, **own}
 
 
@@ -297,14 +298,14 @@ class _Record:
     """The run directory, claimed for one run, and its ``run.json``."""
 
     def __init__(self, spec: LaunchSpec) -> None:
-        self._run_dir = Path(os.path.abspath(spec.run_dir))
+        self._run_dir = spec.run_dir
         self.log_path = self._run_dir / LOG_FILE
         self.started_ns = time.time_ns()
         self._data = {
             "format": FORMAT,
             **spec.facts,
             "command": list(spec.command),
-            "cwd": os.path.abspath(spec.cwd),
+            "cwd": str(spec.cwd),
             "outcome": None,
             "started_ns": self.started_ns,
             "ended_ns": None,
@@ -382,7 +383,7 @@ class _SupervisedRun:
         environment = child_environment(spec, os.environ) | {LAUNCH_ID_VARIABLE: self._launch_id}
         return {
             "command": [supervisor.pack(word) for word in spec.command],
-            "cwd": supervisor.pack(os.path.abspath(spec.cwd)),
+            "cwd": supervisor.pack(str(spec.cwd)),
             "environment": {supervisor.pack(name): supervisor.pack(value) for name, value in environment.items()},
             "log": supervisor.pack(str(self._log_path)),
             "log_limit": spec.log_limit,
@@ -446,9 +447,10 @@ class _SupervisedRun:
             self._answer |= json.loads(line)
         self._received = b""
         if self._process is not None:
-            self._process.wait()
+            code = self._process.wait()
             if "log_bytes" not in self._answer:  # the last thing that a supervisor, or else its guard, tells
-                self._answer["detail"] = "its supervisor and its guard were killed"
+                how = f"ended with code {code}" if code > 0 else "and its guard were killed"
+                self._answer["detail"] = f"its supervisor {how}"
                 self._end_what_is_marked()
         if fault := self._answer.pop("fault", "").strip():
             self._answer["detail"] = f"its supervisor failed: {fault.splitlines()[-1]}"
