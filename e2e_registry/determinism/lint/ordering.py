@@ -129,11 +129,11 @@ def has_one_element(module: Module, node: ast.expr) -> bool:
 
 
 def starred_leak(module: Module, starred: ast.Starred) -> str | None:
-    """Say how an unpacked collection's order reaches data; ``None`` inside a set, or a call that does not mind."""
-    outer = module.parent(starred)
-    if isinstance(outer, ast.Set):
-        return None
-    return _call_leak(module, outer, starred, _MAX_HOPS) if isinstance(outer, ast.Call) else "is unpacked"
+    """Say how an unpacked collection's order reaches data; ``None`` in a set, or as arguments of a call.
+
+    A call that takes any number of arguments, such as ``max`` or a registration, seldom minds their order.
+    """
+    return None if isinstance(module.parent(starred), ast.Set | ast.Call) else "is unpacked"
 
 
 def _leak(module: Module, node: ast.expr, hops: int) -> str | None:
@@ -188,7 +188,9 @@ def _call_leak(module: Module, call: ast.Call, node: ast.expr, hops: int) -> str
     if call.func is node:
         return None
     if name == "builtins.next":
-        return None if has_one_element(module, node) else "is picked from by position"
+        # ``next(folder.iterdir(), None) is None`` asks whether there is anything.
+        is_test = isinstance(module.parent(call), ast.Compare)
+        return None if is_test or has_one_element(module, node) else "is picked from by position"
     if name in _ORDER_KEEPING_CALLS or (isinstance(call.func, ast.Attribute) and call.func.attr == "join"):
         return _leak(module, call, hops)
     if name == "builtins.sum":

@@ -24,8 +24,8 @@ _CLOSE = frozenset(
 )
 _TOLERANCES = ("rtol", "atol", "rel_tol", "abs_tol")
 _BITWISE_INTENT = re.compile(
-    r"bit.?wise|bit.?identical|bit.?exact|bit.for.bit|bit.?equal|byte.?(wise|identical|for.byte)|identical"
-    r"|determinis|reproduc|repeatab|same_seed|golden|exact_(match|equal)|run_?(a|b|1|2)\b|(first|second)_run|two_runs"
+    r"bit.?wise|bit.?identical|bit.?exact|bit.for.bit|bit.?equal|byte.?(wise|identical|for.byte)"
+    r"|determinis|reproduc|repeatab|same_seed|golden_?(file|metric|output|record|run|standard|value)|exact_(match|equal)|run_?(a|b|1|2)\b|(first|second)_run|two_runs"
     r"|compare_(runs|checkpoints|state_dicts?|weights)",
     re.IGNORECASE,
 )
