@@ -13,13 +13,14 @@ from pathlib import Path
 from e2e_registry.errors import UsageError
 
 _HUNK = re.compile(rb"@@ -\d+(?:,(?P<removed>\d+))? \+(?P<start>\d+)(?:,(?P<added>\d+))? @@")
-#: Options that make the patch independent of the user's git settings.
+#: Options that make the patch independent of the user's git settings, and no larger than it must be.
 _DIFF = (
     "-c",
     "core.quotePath=true",
     "diff",
     "--unified=0",
     "--inter-hunk-context=0",
+    "--diff-algorithm=minimal",
     "--find-renames",
     "--no-color",
     "--no-ext-diff",

@@ -33,6 +33,7 @@ _INTEGER_NAMES = re.compile(
     r"(^|_|\b)(ids?|masks?|ind(ex|ices)|idx|labels?|tokens?|shapes?|sizes?|lengths?|perm|order|counts?|keys?|seqlens)\b",
     re.IGNORECASE,
 )
+_BOOLEAN_CALL = re.compile(r"\.(isnan|isinf|isfinite|signbit|arg(max|min|sort))\(")
 
 
 class LooseEquality(Rule):
@@ -52,8 +53,8 @@ class LooseEquality(Rule):
     )
     scope = (
         "`torch.equal` is reported where it is asserted; it and `allclose` where names, comments or the file's name "
-        "speak of bits, repeats, determinism or golden values. Comparisons of integers (by their names or literals) "
-        "and of bytes are left alone, and so are those with a tolerance of their own."
+        "speak of bits, repeats, determinism or golden values. Comparisons of integers and booleans (by names, "
+        "literals or calls) and of bytes are left alone, and so are those with a tolerance of their own."
     )
     flagged = """
 import torch
@@ -120,13 +121,13 @@ def _compares_bytes(module: Module, call: ast.Call) -> bool:
 
 
 def _compares_integers(call: ast.Call) -> bool:
-    """Whether names or literals show integers, of which ``equal`` is an exact check."""
+    """Whether names, literals or calls show integers or booleans, of which ``equal`` is an exact check."""
     for value in call.args[:2]:
         if isinstance(value, ast.Call) and re.search(
             r"(torch|np|numpy)\.(tensor|array)\(\[[\d\s,\[\]-]*\]", ast.unparse(value)
         ):
             return True
-        if _INTEGER_NAMES.search(ast.unparse(value)):
+        if _INTEGER_NAMES.search(ast.unparse(value)) or _BOOLEAN_CALL.search(ast.unparse(value)):
             return True
     return False
 
