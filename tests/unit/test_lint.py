@@ -614,29 +614,22 @@ def test_a_suppression_of_a_rule_that_did_not_run_is_not_unused() -> None:
 
 
 class Repository:
-    """A git repository with a base branch, driven as a user would."""
+    """A git repository with a base branch, and with settings of a user that change how git writes a patch."""
+
+    SETTINGS = """\
+        user.name=a user.email=a@b commit.gpgsign=false core.quotePath=false color.ui=always diff.noprefix=true
+        diff.mnemonicPrefix=true diff.context=5 diff.interHunkContext=5 diff.renames=false diff.relative=true
+        diff.algorithm=histogram diff.external=false core.autocrlf=false"""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
         self.git("init", "-q", "-b", "main")
+        for setting in self.SETTINGS.split():
+            self.git("config", *setting.split("="))
 
     def git(self, *arguments: str) -> None:
-        identity = {
-            "GIT_AUTHOR_NAME": "a",
-            "GIT_AUTHOR_EMAIL": "a@b",
-            "GIT_COMMITTER_NAME": "a",
-            "GIT_COMMITTER_EMAIL": "a@b",
-        }
-        # A user's own settings must not change what the tool reads from git.
-        settings = {"GIT_CONFIG_COUNT": "2", "GIT_CONFIG_KEY_0": "diff.noprefix", "GIT_CONFIG_VALUE_0": "true"}
-        settings |= {"GIT_CONFIG_KEY_1": "commit.gpgsign", "GIT_CONFIG_VALUE_1": "false"}
-        subprocess.run(
-            ["git", "-C", self.root, *arguments],
-            check=True,
-            capture_output=True,
-            env={**os.environ, **identity, **settings},
-        )
+        subprocess.run(["git", "-C", self.root, *arguments], check=True, capture_output=True)
 
     def write(self, name: str, text: str) -> Path:
         file = self.root / name
@@ -683,6 +676,23 @@ def test_only_uses_on_added_lines_are_new(repository: Repository) -> None:
         "folder/untracked 'ü\" file.py:2 DET006",
         "staged.py:2 DET006",
     ]
+
+
+def test_a_hook_in_a_linked_work_tree_is_told_apart_from_its_folder(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository.write("folder/a.py", OLD)
+    repository.commit()
+    linked = tmp_path / "linked"
+    repository.git("worktree", "add", "-q", str(linked))
+    (linked / "folder/a.py").write_text(f"{OLD}b = random.Random()\n")
+    # As git sets them for hooks there, with the top of the work tree as the current folder.
+    monkeypatch.setenv("GIT_DIR", str(repository.root / ".git/worktrees/linked"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(repository.root / ".git/worktrees/linked/index"))
+
+    report = lint_paths([linked / "folder/a.py"], base="HEAD")
+
+    assert [finding.line for finding in report.findings] == [3]
 
 
 def test_names_that_git_quotes_and_lines_that_look_like_a_patch_are_read_right(repository: Repository) -> None:
