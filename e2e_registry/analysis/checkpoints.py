@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,7 +206,8 @@ def _load_torch(path: Path, *, mmap: bool) -> Any:
             hint="install it (pip install 'e2e-registry[recipes]'), or compare other files: --checkpoints GLOB",
         ) from None
     try:
-        with torch.serialization.safe_globals(_numpy_globals()):
+        with torch.serialization.safe_globals(_numpy_globals()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols; what cannot be read says so by itself
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError:
         raise
