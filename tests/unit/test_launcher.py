@@ -176,15 +176,19 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path, name: str) -> N
     assert (tmp_path / "run" / name).read_text() == "{}"
 
 
-def test_of_launches_into_one_directory_at_once_one_runs(tmp_path: Path) -> None:
-    def attempt(number: int) -> bool:
+@pytest.mark.parametrize("attempt", range(3))
+def test_of_launches_into_one_directory_at_once_one_runs(tmp_path: Path, attempt: int) -> None:
+    start = threading.Barrier(8)
+
+    def is_launched(number: int) -> bool:
+        start.wait()
         try:
             return launch(spec(tmp_path, ["sh", "-c", f"echo {number}"])).is_success
         except UsageError:
             return False
 
-    with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(attempt, range(4))) == 1
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(is_launched, range(8))) == 1
     assert len((tmp_path / "run" / "output.log").read_text().split()) == 1
 
 
@@ -228,6 +232,7 @@ def test_the_recipe_gets_its_environment_and_nothing_else_of_the_launcher(
 ) -> None:
     for name in ("RAY_ADDRESS", "RAY_STATED", "RAY_KEPT", "E2E_REGISTRY_RUN_DIR"):
         monkeypatch.setenv(name, "inherited")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.chdir(tmp_path)
     environment = {**os.environ, "RAY_STATED": "otherwise", "RAY_NEW": "1", "NAME": "\udcff€"}
     inherited, _ = os.pipe()
@@ -271,7 +276,7 @@ def test_the_recipe_gets_its_environment_and_nothing_else_of_the_launcher(
         "RAY_NEW": "1",
         "RAY_KEPT": "inherited",
     }
-    dropped = {"RAY_ADDRESS", "E2E_REGISTRY_RUN_DIR", "PYTHONUNBUFFERED"}
+    dropped = {"RAY_ADDRESS", "E2E_REGISTRY_RUN_DIR"}
     assert got == {name: value for name, value in environment.items() if name not in dropped}
 
 
@@ -337,8 +342,9 @@ def test_a_timeout_ends_every_descendant_and_nobody_else(
     assert run_json(tmp_path)["outcome"]["status"] == "timeout"
 
 
-def test_a_recipe_is_given_time_to_end_by_itself(tmp_path: Path) -> None:
-    script = "trap 'echo farewell; exit 3' TERM; echo ready; while :; do sleep 0.05; done"
+@pytest.mark.parametrize("meanwhile", ["while :; do sleep 0.05; done", "kill -STOP $$"], ids=["running", "stopped"])
+def test_a_recipe_is_given_time_to_end_by_itself(tmp_path: Path, meanwhile: str) -> None:
+    script = f"trap 'echo farewell; exit 3' TERM; echo ready; {meanwhile}"
     outcome = launch(spec(tmp_path, ["sh", "-c", script], timeout_s=0.5, grace_s=60))
     assert (outcome.status, outcome.exit_code, outcome.signal) == ("timeout", 3, None)
     assert output_lines(tmp_path) == ["ready", "farewell"]
@@ -548,6 +554,7 @@ def another_user() -> Iterator[tuple[list[str], str]]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_what_may_not_be_signalled_is_named_and_not_awaited_for_ever(
     marked: Marked, another_user: tuple[list[str], str]
 ) -> None:
@@ -588,12 +595,18 @@ def test_a_second_interrupt_shortens_the_grace_period_and_a_third_leaves(tmp_pat
 
 def test_an_error_in_a_callback_ends_the_run(tmp_path: Path, marked: Marked) -> None:
     def fail(line: str) -> None:
+        time.sleep(1)  # by now everything between here and there is full
         raise LookupError(line)
 
-    # It prints more than any pipe holds, to nobody: that must not keep it from being ended in order.
-    script = "trap 'echo farewell; exit 0' TERM; while :; do echo 0123456789; done"
-    with pytest.raises(LookupError, match="0123456789"):
-        launch(spec(tmp_path, ["sh", "-c", script], environment=marked.environment, grace_s=60), on_line=fail)
+    chatty = """
+        import os, signal
+        signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"\\nfarewell\\n"), os._exit(0)))
+        os.write(1, b"ready\\n")
+        while True:
+            os.write(1, b"x" * 100000)
+    """
+    with pytest.raises(LookupError, match="ready"):
+        launch(spec(tmp_path, python(chatty), environment=marked.environment, grace_s=1e6), on_line=fail)
     assert marked.pids() == []
     outcome = run_json(tmp_path)["outcome"]
     assert (outcome["status"], outcome["exit_code"]) == ("interrupted", 0)
