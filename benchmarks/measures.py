@@ -49,11 +49,11 @@ def pandas_exact(got: str, want: str) -> dict[str, float]:
     """Time pandas' exact comparison of two frames that are in memory already."""
     import pandas as pd
 
-    frames = [pd.read_parquet(path) for path in (got, want)]
+    left, right = (pd.read_parquet(path) for path in (got, want))
 
     def action() -> None:
         try:
-            pd.testing.assert_frame_equal(*frames, check_exact=True)
+            pd.testing.assert_frame_equal(left, right, check_exact=True)
         except AssertionError:
             return
         raise SystemExit("pandas did not see the difference")
@@ -110,11 +110,11 @@ def recorder(calls: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as sink:
         with MetricRecorder(run_dir=Path(folder) / "run") as ours:
             figures = {"recorder_us": per_scalar(lambda step: ours.log(scalars, step=step), calls)}
-        writer = SummaryWriter(str(Path(folder) / "board"))  # type: ignore[no-untyped-call]
+        writer = SummaryWriter(str(Path(folder) / "board"))
 
         def board(step: int) -> None:
             for name, scalar in scalars.items():
-                writer.add_scalar(name, scalar, step)  # type: ignore[no-untyped-call]
+                writer.add_scalar(name, scalar, step)
 
         def dumps(step: int) -> None:
             line = {"step": step, **{name: scalar.item() for name, scalar in scalars.items()}}
@@ -127,7 +127,7 @@ def recorder(calls: int) -> dict[str, float]:
         figures["summary_writer_us"] = per_scalar(board, max(calls // 20, 10))
         figures["json_dumps_us"] = per_scalar(dumps, calls)
         figures["item_us"] = per_scalar(items, calls)
-        writer.close()  # type: ignore[no-untyped-call]
+        writer.close()
     return figures
 
 

@@ -94,6 +94,7 @@ class Benchmark:
         self.small()
 
     def path(self, name: str) -> Path:
+        """Return where a file of the benchmark lies."""
         return self.folder / f"{name}.parquet"
 
     def large(self) -> None:
