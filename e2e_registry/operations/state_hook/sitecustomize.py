@@ -65,10 +65,8 @@ class _Observer:
         sys.path.append(root)
         try:
             from e2e_registry.determinism.state import read_state
-            from e2e_registry.environment.redaction import redact_command
 
-            command = redact_command(getattr(sys, "orig_argv", sys.argv))
-            observed = {"is_root": self.is_root, "command": command, "is_data_worker": _is_data_worker()}
+            observed = {"is_root": self.is_root, "command": _command(root), "is_data_worker": _is_data_worker()}
             return dict(read_state(), observed=observed)
         finally:
             sys.path.remove(root)
@@ -104,6 +102,23 @@ class _Observer:
             except FileExistsError:
                 continue
             return
+
+
+def _command(root: str) -> list[str]:
+    """Return the command line without secrets.
+
+    The one module is loaded by its file: its package imports ``concurrent.futures``, which raises this late.
+    """
+    import importlib.util
+
+    path = os.path.join(root, "e2e_registry", "environment", "redaction.py")
+    spec = importlib.util.spec_from_file_location("_e2e_registry_redaction", path)
+    if spec is None or spec.loader is None:
+        return []
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    command: list[str] = module.redact_command(getattr(sys, "orig_argv", sys.argv))
+    return command
 
 
 def _is_data_worker() -> bool:
