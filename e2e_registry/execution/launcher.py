@@ -329,7 +329,11 @@ class _Record:
         if held:
             hint = "give a directory of its own to each run, so that two recordings are never mixed"
             raise UsageError(f"already holds a run ({held[0]})", where=self._run_dir, hint=hint)
-        write_json(self._run_dir / RUN_FILE, self._data)
+        try:
+            write_json(self._run_dir / RUN_FILE, self._data)
+        except StorageError:
+            self.log_path.unlink(missing_ok=True)  # nothing ran: the directory can be used again
+            raise
 
     def finish(self, outcome: Outcome) -> None:
         """Write how the run ended."""
