@@ -67,6 +67,8 @@ class LaunchSpec:
             are alive after that are *left behind*. A run that leaves none does not wait.
         log_limit: Greatest size of ``output.log`` in bytes.
         facts: What else ``run.json`` holds, as JSON values.
+        shown_command: What ``run.json`` holds as the command, where the real one may hold secrets: expanded
+            variables, passwords in arguments.
 
     Raises:
         UsageError: A value cannot be launched: an empty command, a NUL character, a limit that is no limit.
@@ -83,6 +85,7 @@ class LaunchSpec:
     settle_s: float = 2.0
     log_limit: int = 16 * 2**20
     facts: Mapping[str, Any] = field(default_factory=dict)
+    shown_command: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         """Refuse here, with a reason, what the system would refuse later without one."""
@@ -304,7 +307,7 @@ class _Record:
         self._data = {
             "format": FORMAT,
             **spec.facts,
-            "command": list(spec.command),
+            "command": list(spec.command if spec.shown_command is None else spec.shown_command),
             "cwd": str(spec.cwd),
             "outcome": None,
             "started_ns": self.started_ns,

@@ -272,8 +272,11 @@ def _launch(
     cancellation: Cancellation | None,
     instrument: Instrument | None,
 ) -> ObservedRun:
+    recipe = facts["recipe"]
     spec = LaunchSpec(
         command=argv,
+        # As declared and redacted: what ${VARIABLE} expanded to may be a secret, and run.json is uploaded.
+        shown_command=recipe["command"] or ["python", recipe["script"], *recipe["args"]],
         cwd=settings.root,
         run_dir=run_dir,
         environment={**child.variables, **(instrument(child.variables, run_dir) if instrument else {})},

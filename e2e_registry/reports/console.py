@@ -98,7 +98,8 @@ def print_assessment(assessment: Assessment, console: Console, *, all_metrics: b
         print_line(console, f"warning: {warning}", "yellow")
     if assessment.log_tail:
         print_line(console, "the end of its output:")
-        print_line(console, textwrap.indent(assessment.log_tail, "  "), "dim")
+        # Not at the start of a line: a workflow's log would obey a recipe that prints "::add-mask::" and the like.
+        print_line(console, textwrap.indent(assessment.log_tail, "| ", lambda line: True), "dim")
     if not assessment.verdict.is_success and assessment.run_path:
         print_line(console, f"kept run: {assessment.run_path}")
     for step in assessment.next_steps:
