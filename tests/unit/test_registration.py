@@ -425,6 +425,7 @@ REFUSED: list[tuple[dict[str, str | None], str, str, str]] = [
     ({"env": '["A=1"]'}, "env=", "env", "must be a dict"),
     ({"env": '{"A": 1}'}, "env=", "env['A']", "must be a string, not 1\n  write '1'"),
     ({"env": '{"A=B": "1"}'}, "env=", "env['A=B']", "'A=B' is not the name of a variable"),
+    ({"env": '{"E2E_REGISTRY_RUN_DIR": "x"}'}, "env=", "env['E2E_REGISTRY_RUN_DIR']", "belongs to the launcher"),
     ({"env": '{"E2E_METRICS_JSONL": "x"}'}, "env=", "env['E2E_METRICS_JSONL']", "belongs to the launcher"),
     (
         {"tolerances": '{"train/loss": 1e-7}'},
@@ -455,7 +456,7 @@ REFUSED: list[tuple[dict[str, str | None], str, str, str]] = [
     ({"observe": '["a", ""]'}, "observe=", "observe[1]", "is an empty name"),
     ({"invariants": '{"x": {"min": 0}}'}, "invariants=", "invariants['x']", "neither registered nor observed: 'x'"),
     ({"invariants": '{"train/loss": {}}'}, "invariants=", "invariants['train/loss']", "must be a dict with some of"),
-    ({"invariants": '{"train/loss": 0}'}, "invariants=", "invariants['train/loss']", "must be a dict with some of"),
+    ({"invariants": '{"train/loss": 3}'}, "invariants=", "invariants['train/loss']", "must be a dict with some of"),
     (
         {"invariants": '{"train/loss": {"mim": 0}}'},
         "invariants=",
