@@ -98,7 +98,7 @@ class _Observer:
     def _known_pids(self) -> Iterator[object]:
         import json
 
-        for name in os.listdir(self.run_dir):
+        for name in sorted(os.listdir(self.run_dir)):
             if name.startswith("env.") and name.endswith(".json"):
                 with open(os.path.join(self.run_dir, name), encoding="utf-8") as file:
                     yield (json.load(file).get("process") or {}).get("pid")
