@@ -163,6 +163,16 @@ def test_runs_that_fail_or_diverge(accuracy: Repository) -> None:
     assert "AssertionError" in failed.err
 
 
+def test_a_source_that_is_edited_between_the_runs_is_told(accuracy: Repository) -> None:
+    path = accuracy.root / "scripts/recipe.py"
+    path.write_text(path.read_text() + "\nif args.seed == 0:\n    open('edited', 'w').close()\n")
+    accuracy.commit()
+    data = seeds(accuracy, "--test", TEST, "--seeds", "0-2")
+    assert len(data["warnings"]) == 2
+    assert all("source_tree" in warning for warning in data["warnings"])
+    assert not seeds(accuracy, "--test", TEST, "--seeds", "0-2")["warnings"], "an argument that holds the seed is none"
+
+
 def test_each_reduction(accuracy: Repository) -> None:
     runs = kept(accuracy, 2)
     for options, expected in (
