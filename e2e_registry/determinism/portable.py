@@ -15,7 +15,7 @@ library's once the profile's ``NPY_DISABLE_CPU_FEATURES`` and ``GLIBC_TUNABLES``
 still depend on the CPU. ``scripts/verify_portable.py`` measures all of it.
 
 The cost, on one thread of an AMD EPYC: about 4 microseconds a call; per element nothing for ``sqrt`` and
-``linalg.cholesky``, about twice as long for float64 and 4 to 9 times for the other functions of float32. A step of
+``linalg.cholesky``, 2 to 3.5 times as long for the other functions of float64 and 4 to 9 times for float32. A step of
 foreach AdamW over 0.8 million parameters took 2 % longer.
 
 Float16 and bfloat16 (computed in float32 by torch's own kernels) and complex tensors keep torch's kernels, which
