@@ -55,7 +55,7 @@ SCHEMA = pa.schema(
     ]
 )
 _NAME_COLUMNS = ["metric", "role", "dtype"]
-#: What says which series a row is of; decoded only where the statistics of a row group leave it open.
+#: What says which series a row is of.
 _KEY_COLUMNS = ["metric", "role", "rank", "dtype"]
 #: What else a comparison decodes: ``digest`` where there are any, ``seq`` where something differs, ``value`` never.
 _POINT_COLUMNS = ["step", "bits"]
@@ -339,7 +339,8 @@ class Standard:
     def batches(self) -> Iterator[SeriesBatch]:
         """Stream the series, verifying the content digest on the way.
 
-        Memory does not grow with the number of points: two decoded read buffers are held at most.
+        Memory does not grow with the number of points: a few decoded read buffers are held at most. From a file of
+        more than one, a thread decodes the next; it ends with the stream.
 
         Raises:
             StandardError: Nulls, unknown dtypes, rows out of order, or a digest that does not fit the rows; the last
