@@ -153,7 +153,7 @@ class ActorHost:
     def open_store(self) -> tuple[str, int]:
         """Open the store at which the group's ranks meet, on a port that the system picks; rank 0 only."""
         import ray
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         # Port 0, because a port that is found free first and opened later may be another run's by then.
@@ -166,7 +166,7 @@ class ActorHost:
         """Join the process group and construct the recipe's actor."""
         import torch
         from torch import distributed
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 
         spec = self.spec
         device = torch.device("cpu") if spec.device == "cpu" else torch.device("cuda", 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor import ActorContext
+from e2e_registry.recipes.rollout_engine import DTYPES, Precision
 from e2e_registry.recording.digests import digest_of
 
 OptimizerBuilder = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -105,6 +106,23 @@ class TrainActor:
         }
         return {name: _cast(value.detach(), dtype).cpu() for name, value in gathered.items()}
 
+    def export_weights(self, step: int, precision: Precision) -> tuple[str, list[Any]]:
+        """Log and return the digest of the weights in an engine's precision; rank 0 also puts them where it can fetch.
+
+        Args:
+            step: What ``train/weights`` is logged at.
+            precision: The engine's.
+
+        Returns:
+            The digest, and a reference to the weights in a list, which is empty on the other ranks.
+        """
+        import ray
+
+        weights = self.weights(DTYPES[precision])
+        digest = digest_of(weights)
+        self.recorder.log_digest("train/weights", weights, step=step)
+        return digest, [ray.put(weights)] if self.context.rank == 0 else []
+
 
 def shard_model(model: nn.Module, units: tuple[type[nn.Module], ...]) -> None:
     """Shard a model in place over all ranks: each module of the given types, then the rest.
@@ -148,15 +166,5 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     return norm
 
 
-def weights_digest(weights: Mapping[str, Tensor]) -> str:
-    """Return the digest that a train rank and a rollout engine agree on if and only if they hold the same weights."""
-    return digest_of(weights)
-
-
 def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
-
-
-def slice_batch(batch: Mapping[str, Any], part: slice) -> dict[str, Any]:
-    """Return the same slice of each tensor of a batch."""
-    return {name: value[part] for name, value in batch.items()}
