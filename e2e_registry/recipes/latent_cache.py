@@ -7,16 +7,16 @@ what makes a stale one train on without a word: the digest of what was read, log
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from e2e_registry.errors import StorageError
 from e2e_registry.storage import replacing, write_json
-
-Arrays = Mapping[str, NDArray[np.generic]]
 
 #: Written last: a folder without it is no cache yet.
 MANIFEST = "cache.json"
@@ -27,14 +27,14 @@ def is_complete(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def write_shard(folder: Path, index: int, arrays: Arrays) -> None:
+def write_shard(folder: Path, index: int, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write one shard: arrays of equally many rows, by name.
 
     Raises:
         StorageError: The folder cannot be written.
     """
     with replacing(folder / _shard(index)) as temporary, temporary.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def finish(folder: Path, shards: int) -> None:
@@ -46,7 +46,7 @@ def finish(folder: Path, shards: int) -> None:
     write_json(folder / MANIFEST, {"shards": shards})
 
 
-def read(folder: Path) -> dict[str, NDArray[np.generic]]:
+def read(folder: Path) -> dict[str, NDArray[Any]]:
     """Return the arrays of all shards, joined in the order of the shards.
 
     Raises:
@@ -59,7 +59,7 @@ def read(folder: Path) -> dict[str, NDArray[np.generic]]:
             with np.load(folder / _shard(index)) as shard:
                 shards.append({name: shard[name] for name in shard.files})
         return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile) as error:
         raise StorageError(
             f"cannot read the cache: {error}", where=folder, hint="remove the folder, and it is encoded again"
         ) from error

@@ -132,9 +132,8 @@ class SftTrainer(TrainActor):
         self.recorder.log_digest("data/sample_ids", ids, step=self.steps_done)
         part = self.share(self.batch_size)
         losses = []
-        for chosen in ids.split(self.batch_size):
-            if len(chosen) < self.batch_size:
-                break
+        full = len(ids) // self.batch_size * self.batch_size
+        for chosen in ids[:full].view(-1, self.batch_size):
             step = self.steps_done
             batch = dataset.training_batch(chosen, step).part(part, self.device)
             loss, grad_norm = self.update([flow_matching_loss(self.model, batch)], count=1)

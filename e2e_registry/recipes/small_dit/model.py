@@ -75,6 +75,7 @@ class SmallDiT(nn.Module):
         self.blocks = nn.ModuleList(DiTBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = zeroed(nn.Linear(width, LATENT_CHANNELS))
+        self.frequencies: Tensor
         half = width // 2
         frequencies = [_LONGEST_PERIOD ** (-index / half) for index in range(half)]
         self.register_buffer("frequencies", torch.tensor(frequencies), persistent=False)
