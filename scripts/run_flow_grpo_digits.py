@@ -43,7 +43,7 @@ class ScriptArgs:
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the policy updates.")] = 3e-4
     clip_range: Annotated[float, typer.Option(min=0.0, help="PPO's: how far from 1 ratios count.")] = 2e-3
     max_grad_norm: Annotated[float, typer.Option(min=0.0, help="Gradients are clipped to this norm.")] = 1.0
-    warm_up_steps: Annotated[int, typer.Option(min=0, help="Supervised steps before the first rollout.")] = 150
+    warm_up_steps: Annotated[int, typer.Option(min=0, help="Supervised steps before the first rollout.")] = 90
     warm_up_batch_size: Annotated[int, typer.Option(min=1, help="Images of a supervised step.")] = 64
     warm_up_lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the supervised steps.")] = 3e-3
     train_ranks: Annotated[int, typer.Option(min=1, help="FSDP ranks.")] = 2

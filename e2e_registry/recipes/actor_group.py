@@ -184,6 +184,8 @@ def _start_ray(address: str, bundles: int) -> None:
     if address == "local":
         # A worker for each core would be started in advance, and none of them has the actors' environment.
         os.environ.setdefault("RAY_enable_worker_prestart", "0")
+        # Ray's workers run at low priority by default, below whatever else the machine is busy with.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         ray.init(address="local", num_cpus=bundles, include_dashboard=False, logging_level=logging.WARNING)
     else:

@@ -6,7 +6,7 @@ the gradient of the queries, and unless asked to keep the order, the tiles add t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, cast
 
@@ -89,7 +89,7 @@ def _tiles(keys: int) -> list[slice]:
     return [slice(start, min(start + KEYS_PER_TILE, keys)) for start in range(0, keys, KEYS_PER_TILE)]
 
 
-def _as_finished(one_tile: Any, tiles: list[slice]) -> Iterator[_Tile]:
+def _as_finished(one_tile: Callable[[slice], _Tile], tiles: list[slice]) -> Iterator[_Tile]:
     with ThreadPoolExecutor(max_workers=len(tiles)) as pool:
         for future in as_completed([pool.submit(one_tile, tile) for tile in tiles]):
             yield future.result()
