@@ -14,13 +14,14 @@ demo: .venv/installed
 	$(BIN)/e2e-registry check --suite short-cpu
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/e2e-registry lint e2e_registry scripts
 
 lock: .venv/installed
 	$(BIN)/pip-compile --quiet --all-extras --strip-extras --no-emit-index-url --no-emit-find-links \

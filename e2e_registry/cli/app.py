@@ -16,9 +16,11 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from e2e_registry import __version__
-from e2e_registry.cli import adopt, check, compare, inventory, record, run
+from e2e_registry.cli import adopt, check, compare, doctor, inventory, lint, record, repeat, run, seeds
+from e2e_registry.cli.parsing import CommandAfterDashes, ManyValues
 from e2e_registry.errors import ExitCode, RegistryError
 
 #: Set to see the traceback of an internal error.
@@ -95,9 +97,15 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run,
     "list": inventory.list_,
     "show": inventory.show,
+    "doctor": doctor.doctor,
+    "lint": lint.lint,
+    "repeat": repeat.repeat,
+    "seeds": seeds.seeds,
 }
+#: Commands whose line is read in a way of its own.
+_CLASSES: dict[str, type[TyperCommand]] = {"doctor": CommandAfterDashes, "seeds": ManyValues}
 for _name, _command in _COMMANDS.items():
-    app.command(_name)(_guarded(_command))
+    app.command(_name, cls=_CLASSES.get(_name))(_guarded(_command))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

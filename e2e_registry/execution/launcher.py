@@ -56,8 +56,8 @@ class LaunchSpec:
 
     Attributes:
         command: Program and arguments; a program without a slash is looked up in the ``PATH`` of ``environment``.
-        cwd: Working directory of the recipe.
-        run_dir: Where the run is kept; made if need be, and refused if it holds a run.
+        cwd: Working directory of the recipe; made absolute.
+        run_dir: Where the run is kept; made absolute, made if need be, and refused if it holds a run.
         environment: The complete environment; :func:`child_environment` says what is changed in it.
         keep_variables: Names of ``RAY_*`` variables that somebody stated for this run, so that they stay even if the
             launcher's own environment has the same value.
@@ -67,6 +67,8 @@ class LaunchSpec:
             are alive after that are *left behind*. A run that leaves none does not wait.
         log_limit: Greatest size of ``output.log`` in bytes.
         facts: What else ``run.json`` holds, as JSON values.
+        shown_command: What ``run.json`` holds as the command, where the real one may hold secrets: expanded
+            variables, passwords in arguments.
 
     Raises:
         UsageError: A value cannot be launched: an empty command, a NUL character, a limit that is no limit.
@@ -83,6 +85,7 @@ class LaunchSpec:
     settle_s: float = 2.0
     log_limit: int = 16 * 2**20
     facts: Mapping[str, Any] = field(default_factory=dict)
+    shown_command: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         """Refuse here, with a reason, what the system would refuse later without one."""
@@ -100,6 +103,8 @@ class LaunchSpec:
             raise UsageError(f"grace_s={self.grace_s!r} and settle_s={self.settle_s!r} must be numbers of seconds")
         if self.log_limit < _LOG_LIMIT_MIN:
             raise UsageError(f"log_limit={self.log_limit!r} is less than {_LOG_LIMIT_MIN} bytes")
+        for name in ("cwd", "run_dir"):
+            object.__setattr__(self, name, Path(os.path.abspath(getattr(self, name))))
         if taken := _LAUNCHER_KEYS & self.facts.keys():
             raise ValueError(f"facts may not hold {sorted(taken)}: the launcher writes them")
 
@@ -283,13 +288,12 @@ def child_environment(spec: LaunchSpec, inherited: Mapping[str, str]) -> dict[st
         spec: What is launched.
         inherited: The launcher's own environment.
     """
-    run_dir = Path(os.path.abspath(spec.run_dir))
     stated = {
         name: value
         for name, value in spec.environment.items()
         if not name.startswith("RAY_") or name in spec.keep_variables or inherited.get(name) != value
     }
-    own = {RUN_DIR_VARIABLE: str(run_dir), PLAIN_FILE_VARIABLE: str(run_dir / PLAIN_FILE)}
+    own = {RUN_DIR_VARIABLE: str(spec.run_dir), PLAIN_FILE_VARIABLE: str(spec.run_dir / PLAIN_FILE)}
     return {"PYTHONUNBUFFERED": "1", **stated, **own}
 
 
@@ -297,14 +301,14 @@ class _Record:
     """The run directory, claimed for one run, and its ``run.json``."""
 
     def __init__(self, spec: LaunchSpec) -> None:
-        self._run_dir = Path(os.path.abspath(spec.run_dir))
+        self._run_dir = spec.run_dir
         self.log_path = self._run_dir / LOG_FILE
         self.started_ns = time.time_ns()
         self._data = {
             "format": FORMAT,
             **spec.facts,
-            "command": list(spec.command),
-            "cwd": os.path.abspath(spec.cwd),
+            "command": list(spec.command if spec.shown_command is None else spec.shown_command),
+            "cwd": str(spec.cwd),
             "outcome": None,
             "started_ns": self.started_ns,
             "ended_ns": None,
@@ -328,7 +332,11 @@ class _Record:
         if held:
             hint = "give a directory of its own to each run, so that two recordings are never mixed"
             raise UsageError(f"already holds a run ({held[0]})", where=self._run_dir, hint=hint)
-        write_json(self._run_dir / RUN_FILE, self._data)
+        try:
+            write_json(self._run_dir / RUN_FILE, self._data)
+        except StorageError:
+            self.log_path.unlink(missing_ok=True)  # nothing ran: the directory can be used again
+            raise
 
     def finish(self, outcome: Outcome) -> None:
         """Write how the run ended."""
@@ -382,7 +390,7 @@ class _SupervisedRun:
         environment = child_environment(spec, os.environ) | {LAUNCH_ID_VARIABLE: self._launch_id}
         return {
             "command": [supervisor.pack(word) for word in spec.command],
-            "cwd": supervisor.pack(os.path.abspath(spec.cwd)),
+            "cwd": supervisor.pack(str(spec.cwd)),
             "environment": {supervisor.pack(name): supervisor.pack(value) for name, value in environment.items()},
             "log": supervisor.pack(str(self._log_path)),
             "log_limit": spec.log_limit,
@@ -446,9 +454,10 @@ class _SupervisedRun:
             self._answer |= json.loads(line)
         self._received = b""
         if self._process is not None:
-            self._process.wait()
+            code = self._process.wait()
             if "log_bytes" not in self._answer:  # the last thing that a supervisor, or else its guard, tells
-                self._answer["detail"] = "its supervisor and its guard were killed"
+                how = f"ended with code {code}" if code > 0 else "and its guard were killed"
+                self._answer["detail"] = f"its supervisor {how}"
                 self._end_what_is_marked()
         if fault := self._answer.pop("fault", "").strip():
             self._answer["detail"] = f"its supervisor failed: {fault.splitlines()[-1]}"

@@ -33,6 +33,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _TERM_INTERVAL_S = 0.2
 _KILL_INTERVAL_S = (0.005, 0.25)
 
+#: How long to go on when there is nothing that can be killed (see :attr:`Ending.is_hopeless`).
+_IN_VAIN_S = 5.0
+
 #: Signals to direct children in a row, between two looks at the whole tree (see :func:`kill_children`).
 _KILL_ROUNDS = 50
 
@@ -112,12 +115,16 @@ def descendants(root: int) -> list[Process]:
     One that is reparented while ``/proc`` is read can be missing, so look again until there is none to be found.
     """
     table = all_processes()
+    return _below([table[root]] if root in table else [], table)
+
+
+def _below(roots: list[Process], table: dict[int, Process]) -> list[Process]:
     children: dict[int, list[Process]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
     found: list[Process] = []
-    seen = {root}
-    level = [table[root]] if root in table else []
+    seen = {root.pid for root in roots}
+    level = roots
     while level:
         below = [
             child
@@ -204,19 +211,18 @@ class Ending:
     Args:
         find: Returns the processes that are left.
         grace_s: Seconds between SIGTERM and SIGKILL.
-        find_faster: Kills what ``find`` might be too slow to see; returns whether any is left.
+        kill_faster: Kills what ``find`` is too slow to see; returns whether any is left.
     """
 
     def __init__(
-        self, find: Callable[[], Iterable[Process]], grace_s: float, find_faster: Callable[[], bool] | None = None
+        self, find: Callable[[], Iterable[Process]], grace_s: float, kill_faster: Callable[[], bool] | None = None
     ) -> None:
         self._find = find
-        self._find_faster = find_faster
-        self._grace_s = grace_s
+        self._kill_faster = kill_faster
         self._kill_at = time.monotonic() + grace_s
         self._kill_interval_s, self._longest_interval_s = _KILL_INTERVAL_S
         self._told: set[tuple[int, int]] = set()
-        self._refused_since: float | None = None
+        self._in_vain_since: float | None = None
         self.refusing: list[Process] = []
 
     @property
@@ -227,8 +233,12 @@ class Ending:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether all that is left runs as another user and has outlived one more grace period."""
-        return self._refused_since is not None and time.monotonic() - self._refused_since > self._grace_s
+        """Whether for seconds there was nothing that could be killed, though something is left.
+
+        It is in :attr:`refusing` because it runs as another user, or ``/proc`` hides that user's processes. What is
+        stuck in the kernel is not hopeless: it takes the signal, and acts on it some time.
+        """
+        return self._in_vain_since is not None and time.monotonic() - self._in_vain_since > _IN_VAIN_S
 
     def hasten(self) -> None:
         """Leave out the rest of the grace period."""
@@ -241,7 +251,7 @@ class Ending:
                 self._tell(process)
             return
         for _ in range(_KILL_ROUNDS):
-            if self._find_faster is None or not self._find_faster():
+            if self._kill_faster is None or not self._kill_faster():
                 break
         self._kill()
         self._kill_interval_s = min(2 * self._kill_interval_s, self._longest_interval_s)
@@ -260,13 +270,13 @@ class Ending:
         is_any_hit = False
         for process in self._find():
             try:
-                is_any_hit |= send_signal(process, signal.SIGKILL)
+                is_any_hit |= send_signal(process, signal.SIGKILL) and process.state != "Z"
             except PermissionError:
                 self.refusing.append(process)
-        if is_any_hit or not self.refusing:
-            self._refused_since = None
-        elif self._refused_since is None:
-            self._refused_since = time.monotonic()
+        if is_any_hit:
+            self._in_vain_since = None
+        elif self._in_vain_since is None:
+            self._in_vain_since = time.monotonic()
 
 
 def marked(marker: bytes) -> list[Process]:
@@ -276,9 +286,9 @@ def marked(marker: bytes) -> list[Process]:
     to that launch, however it was orphaned; except what cleared its environment. Subreapers miss nothing: this is
     for the case that they were killed.
     """
-    roots = [process for process in all_processes().values() if _is_marked(process.pid, marker)]
-    below = [process for root in roots for process in descendants(root.pid)]
-    return list({process.pid: process for process in (*roots, *below)}.values())
+    table = all_processes()
+    roots = [process for process in table.values() if _is_marked(process.pid, marker)]
+    return roots + _below(roots, table)
 
 
 def _is_marked(pid: int, marker: bytes) -> bool:

@@ -250,7 +250,6 @@ def _become_recipe(order: Order, output: int, tell: int, parent: int) -> NoRetur
         for number in signal.valid_signals():
             with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP are as they should be
                 signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -345,7 +344,8 @@ class Supervision:
         while self._reap():
             self._decide()
             if self._ending is not None and self._ending.is_hopeless:
-                self._left_behind = [_describe(p, has_survived=True) for p in self._ending.refusing[:_LISTED]]
+                survivors = [_describe(process, has_survived=True) for process in self._ending.refusing]
+                self._left_behind = (survivors + self._left_behind)[:_LISTED]
                 break
             self._listen(self._patience_s())
         self._drain()
@@ -527,7 +527,7 @@ def receive(channel: socket.socket) -> dict[str, Any] | None:
 
 def main() -> None:
     """Run one order as guard and supervisor."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # what the launcher's thread had blocked; the recipe's too
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # the launcher's to handle
         signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=0)
@@ -557,6 +557,8 @@ def _fork_and_run(order: Order, channel: socket.socket, launcher: int | None) ->
         os._exit(0)
     supervision.stand_by()
     signal.signal(signal.SIGTERM, lambda *_: os.kill(supervisor, signal.SIGTERM))
+    os.waitid(os.P_PID, supervisor, os.WEXITED | os.WNOWAIT)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # before it is reaped: then its number may become another's
     _, status = os.waitpid(supervisor, 0)
     if status != 0:
         code = os.waitstatus_to_exitcode(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +173,7 @@ def require_complete(run: ObservedRun) -> None:
     """
     if run.has_failed:
         tail = run.log_tail()
-        shown = f"; the end of its output:\n{tail}" if tail else ""
+        shown = "; the end of its output:\n" + textwrap.indent(tail, "  | ", lambda line: True) if tail else ""
         raise RecipeError(f"the recipe {(run.outcome or {}).get('explanation', 'failed')}{shown}", where=run.path)
     if run.invalid is not None:
         raise InvalidRunError(run.invalid.message, where=run.invalid.where, hint=run.invalid.hint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,16 @@ from typing import Any
 from e2e_registry import __version__
 from e2e_registry.config import Settings
 from e2e_registry.determinism.state import read_state
-from e2e_registry.determinism.variables import ChildEnvironment, Profile, child_environment, pin_differences
+from e2e_registry.determinism.variables import (
+    NO_VARIABLES,
+    ChildEnvironment,
+    EffectiveVariable,
+    Origin,
+    Profile,
+    child_environment,
+    get_profile,
+    pin_differences,
+)
 from e2e_registry.environment import compose, launch_facts, platform_facts, platform_slug
 from e2e_registry.errors import InvalidRunError, UsageError
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation, LaunchSpec, launch, log_tail
@@ -27,6 +37,9 @@ from e2e_registry.series import SeriesBatch
 
 #: Of series that came without a run directory.
 UNKNOWN_PLATFORM = "unknown"
+
+#: Returns variables that observe a run and are no part of its recipe, given the child's environment and run directory.
+Instrument = Callable[[Mapping[str, str], Path], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -127,24 +140,62 @@ def run_test(
     *,
     on_line: Callable[[str], None] | None = None,
     cancellation: Cancellation | None = None,
+    is_pinned: bool = True,
+    instrument: Instrument | None = None,
 ) -> ObservedRun:
     """Run a test's recipe once and keep the run.
+
+    Args:
+        registration: The test.
+        settings: The repository's settings.
+        on_line: Called with each line the recipe prints.
+        cancellation: Ends the run from another thread.
+        is_pinned: Whether the profile's variables are set; without them the run is judged by the profile all the same.
+        instrument: Adds variables that observe the run.
 
     Raises:
         RegistrationError: A variable that the registration names is not set.
         StorageError: The run directory cannot be written.
     """
     run_dir = new_run_dir(settings, registration.stem)
-    environ = dict(os.environ)
-    child = child_environment(
-        registration.profile,
-        caller=environ,
-        registration=registration.launch_env(run_dir=run_dir, environ=environ),
-        python=None if registration.script is None else sys.executable,
-    )
+    child = recipe_environment(registration, run_dir, is_pinned=is_pinned)
     facts = {**declared_facts(registration, settings), "num_gpus": registration.num_gpus}
     argv = registration.argv(run_dir=run_dir, environ=child.variables)
-    return _launch(argv, child, run_dir, settings, facts, registration.timeout, on_line, cancellation)
+    return _launch(argv, child, run_dir, settings, facts, registration.timeout, on_line, cancellation, instrument)
+
+
+def recipe_environment(registration: Registration, run_dir: Path, *, is_pinned: bool = True) -> ChildEnvironment:
+    """Return the environment that a test's recipe would be started with now.
+
+    Raises:
+        RegistrationError: A variable that the registration names is not set.
+    """
+    environ = dict(os.environ)
+    stated = registration.launch_env(run_dir=run_dir, environ=environ)
+    if not is_pinned:
+        return unpinned_environment(registration.profile, caller=environ, registration=stated)
+    python = None if registration.script is None else sys.executable
+    return child_environment(registration.profile, caller=environ, registration=stated, python=python)
+
+
+def unpinned_environment(
+    profile: str, *, caller: Mapping[str, str], registration: Mapping[str, str] = NO_VARIABLES
+) -> ChildEnvironment:
+    """Return the environment of a child that a profile judges, but is not applied to.
+
+    Raises:
+        UsageError: There is no such profile.
+    """
+    known = get_profile(profile)
+    variables = {**caller, **registration}
+
+    def origin(name: str) -> Origin:
+        return Origin.REGISTRATION if name in registration else Origin.CALLER if name in caller else Origin.UNSET
+
+    settings = (
+        EffectiveVariable(variable, variables.get(variable.name), origin(variable.name)) for variable in known.settings
+    )
+    return ChildEnvironment(known, variables, tuple(settings), registration)
 
 
 def declared_facts(registration: Registration, settings: Settings) -> dict[str, Any]:
@@ -174,20 +225,40 @@ def run_command(
     *,
     profile: str,
     timeout_s: float,
+    seed: int | None = None,
     on_line: Callable[[str], None] | None = None,
+    is_pinned: bool = True,
+    instrument: Instrument | None = None,
 ) -> ObservedRun:
     """Run any command under a profile and keep the run; no registration is needed.
+
+    Args:
+        command: Program and arguments; ``{run_dir}``, and ``{seed}`` if a seed is given, are replaced in them.
+        settings: The repository's settings.
+        profile: Name of the profile.
+        timeout_s: Seconds the command may take.
+        seed: Recorded with the run.
+        on_line: Called with each line the command prints.
+        is_pinned: Whether the profile's variables are set; without them the run is judged by the profile all the same.
+        instrument: Adds variables that observe the run.
 
     Raises:
         UsageError: There is no such profile, or no command.
         StorageError: The run directory cannot be written.
     """
     run_dir = new_run_dir(settings, "command")
-    child = child_environment(profile, caller=dict(os.environ))
-    argv = [argument.replace("{run_dir}", str(run_dir)) for argument in command]
+    start = child_environment if is_pinned else unpinned_environment
+    child = start(profile, caller=dict(os.environ))
+    fields = {"{run_dir}": str(run_dir)} | ({} if seed is None else {"{seed}": str(seed)})
+    argv = [_filled(argument, fields) for argument in command]
     excluded = [settings.standards_dir, settings.run_dir]
-    facts = launch_facts(settings.root, command=list(command), profile=profile, exclude=excluded)
-    return _launch(argv, child, run_dir, settings, facts, timeout_s, on_line, None)
+    facts = launch_facts(settings.root, command=list(command), seed=seed, profile=profile, exclude=excluded)
+    return _launch(argv, child, run_dir, settings, facts, timeout_s, on_line, None, instrument)
+
+
+def _filled(text: str, fields: Mapping[str, str]) -> str:
+    """Replace placeholders in one pass, so that nothing is looked for in what was put in."""
+    return re.sub("|".join(map(re.escape, fields)), lambda found: fields[found[0]], text)
 
 
 def _launch(
@@ -199,12 +270,16 @@ def _launch(
     timeout_s: float,
     on_line: Callable[[str], None] | None,
     cancellation: Cancellation | None,
+    instrument: Instrument | None,
 ) -> ObservedRun:
+    recipe = facts["recipe"]
     spec = LaunchSpec(
         command=argv,
+        # As declared and redacted: what ${VARIABLE} expanded to may be a secret, and run.json is uploaded.
+        shown_command=recipe["command"] or ["python", recipe["script"], *recipe["args"]],
         cwd=settings.root,
         run_dir=run_dir,
-        environment=child.variables,
+        environment={**child.variables, **(instrument(child.variables, run_dir) if instrument else {})},
         keep_variables=frozenset(child.explicit),
         timeout_s=timeout_s,
         facts={

@@ -96,11 +96,9 @@ class Column:
             value = self.values[fault.at]
             message = f"{self.name}: {_shown(value)} {fault.reason} {self.dtype.name}"
             raise ColumnFault(self.lines[fault.at], message) from None
-        digests = list(self.values) if self.dtype.is_digest else None
+        digests = self.values if self.dtype.is_digest else None
         self.segments.append(Segment(self.dtype, shared.array(self.lines), bits, digests))
-        # In place: the parser holds the lists' append methods.
-        self.values.clear()
-        self.lines.clear()
+        self.values, self.lines = [], []
 
 
 class LineArrays:
@@ -111,9 +109,9 @@ class LineArrays:
         self._array: Int64Array = np.empty(0, np.int64)
 
     def array(self, lines: list[int]) -> Int64Array:
-        """Return ``lines`` as int64; the caller must not change the array."""
+        """Return ``lines`` as int64; neither the list nor the array may be changed afterwards."""
         if lines != self._lines:
-            self._lines = lines.copy()
+            self._lines = lines
             self._array = np.array(lines, np.int64)
         return self._array
 

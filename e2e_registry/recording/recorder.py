@@ -62,7 +62,7 @@ class MetricRecorder:
         self._fd = self._claim_file(self.run_dir / metrics_file(self.role, self.rank))
         header = {"format": FORMAT, "role": self.role, "rank": self.rank, "pid": self._owner}
         self._write_line(json.dumps(header) + "\n")
-        self._write_state(self.run_dir)
+        self._write_state()
 
     @property
     def path(self) -> Path | None:
@@ -138,8 +138,8 @@ class MetricRecorder:
             self._shut("closed")
             return
         with self._lock:
-            if self._fd is not None and self.run_dir is not None:
-                self._write_state(self.run_dir)
+            if self._fd is not None:
+                self._write_state()
                 self._shut("closed")
 
     def __enter__(self) -> MetricRecorder:
@@ -191,9 +191,10 @@ class MetricRecorder:
         for group, items in groups.items():
             line += f', "{group}": {{{", ".join(items)}}}'
         self._write_line(line + "}\n")
-        if self._seen_libraries != ("numpy" in _modules, "torch" in _modules) and self.run_dir is not None:
-            self._seen_libraries = ("numpy" in _modules, "torch" in _modules)
-            self._write_state(self.run_dir)
+        if self._seen_libraries != ("numpy" in _modules, "torch" in _modules):
+            with self._lock:
+                self._seen_libraries = ("numpy" in _modules, "torch" in _modules)
+                self._write_state()
 
     def _write_line(self, line: str) -> None:
         data = line.encode()
@@ -222,9 +223,11 @@ class MetricRecorder:
         if self._end is not None:
             raise RecordingError(f"this MetricRecorder was {self._end}", where=self.path)
 
-    def _write_state(self, run_dir: Path) -> None:
+    def _write_state(self) -> None:
         """Leave the determinism state of this process; whatever fails in that must not end the training."""
-        path = run_dir / state_file(self.role, self.rank)
+        if self.run_dir is None:
+            return
+        path = self.run_dir / state_file(self.role, self.rank)
         try:
             from e2e_registry.determinism.state import read_state
 

@@ -63,7 +63,7 @@ def _glob_tokens(pattern: str) -> list[str]:
 def _can_share_a_character(a: str, b: str) -> bool:
     if "?" in (a, b) or (len(a) > 1 and len(b) > 1):
         return True
-    return a == b or matches(a, b) or matches(b, a)
+    return matches(a, b) or matches(b, a)
 
 
 def check_digest_policies(registration: Registration, digest_metrics: Iterable[str]) -> None:

@@ -28,16 +28,11 @@ class Place:
     line: int
     lines: Mapping[str, int] = field(default_factory=dict)
 
-    def line_of(self, argument: str) -> int:
-        """Return the line of the innermost known expression that holds ``argument``."""
-        enclosing = [
-            known for known in self.lines if argument == known or argument.startswith((f"{known}[", f"{known}."))
-        ]
-        return self.lines[max(enclosing, key=len)] if enclosing else self.line
-
     def error(self, argument: str, message: str, hint: str | None = None) -> RegistrationError:
         """Return the error that blames ``argument``."""
-        return RegistrationError(message, where=f"{self.file}:{self.line_of(argument)}:{argument}", hint=hint)
+        return RegistrationError(
+            message, where=f"{self.file}:{self.lines.get(argument, self.line)}:{argument}", hint=hint
+        )
 
 
 @contextmanager

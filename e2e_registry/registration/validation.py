@@ -122,7 +122,7 @@ class _Call:
     def check_known(self, argument: str, kind: str, name: str, known: Sequence[str]) -> None:
         """Refuse a name that is not among those the settings list; settings that list none allow any."""
         if known and name not in known:
-            listed = f"{did_you_mean(name, known)} the {kind}s are listed in {self.settings.source or 'the settings'}"
+            listed = f"{did_you_mean(name, known)} ({kind}s are listed in {self.settings.source or 'the settings'})"
             raise self.error(argument, f"unknown {kind} {name!r}", listed)
 
     def reason(self, argument: str) -> str | None:

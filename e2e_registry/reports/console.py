@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.padding import Padding
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 MAX_SERIES = 12
 #: Environment differences that a report shows before it only counts.
 MAX_ENVIRONMENT = 24
+_WIDER_THAN_ANY_TABLE = 10_000
+
 #: Where no terminal says otherwise: CI logs do not wrap.
 LOG_WIDTH = 150
 
@@ -66,6 +68,15 @@ def make_console(*, stderr: bool = False) -> Console:
     return console
 
 
+def print_table(table: Table, console: Console, *, indent: int = 2) -> None:
+    """Print a table as wide as its content, however narrow the terminal: a folded number cannot be read."""
+    natural = Measurement.get(console, console.options.update(width=_WIDER_THAN_ANY_TABLE), table).maximum
+    for line in console.render_lines(table, console.options.update(width=natural), pad=False):
+        text = Text(" " * indent).append_text(Text.assemble(*((part.text, part.style or "") for part in line)))
+        text.rstrip()
+        console.print(text, soft_wrap=True)
+
+
 def print_assessment(assessment: Assessment, console: Console, *, all_metrics: bool = False) -> None:
     """Print one test's verdict and, unless all is well, what explains it."""
     console.print(_verdictprint_line(assessment), soft_wrap=True)
@@ -87,7 +98,8 @@ def print_assessment(assessment: Assessment, console: Console, *, all_metrics: b
         print_line(console, f"warning: {warning}", "yellow")
     if assessment.log_tail:
         print_line(console, "the end of its output:")
-        print_line(console, textwrap.indent(assessment.log_tail, "  "), "dim")
+        # Not at the start of a line: a workflow's log would obey a recipe that prints "::add-mask::" and the like.
+        print_line(console, textwrap.indent(assessment.log_tail, "| ", lambda line: True), "dim")
     if not assessment.verdict.is_success and assessment.run_path:
         print_line(console, f"kept run: {assessment.run_path}")
     for step in assessment.next_steps:
@@ -155,7 +167,7 @@ def print_comparison(comparison: Comparison, console: Console, *, all_metrics: b
         shown += [result for result in comparison.series if result not in shown]
     in_table = [result for result in shown if result.num_differing or all_metrics]
     if in_table:
-        console.print(Padding(_series_table(in_table), (0, 0, 0, 2)))
+        print_table(_series_table(in_table), console)
     for result in shown:
         for note in _notes(result):
             print_line(console, f"{result.key}: {note}")
@@ -194,18 +206,18 @@ def _divergence_text(divergence: Divergence) -> str:
     if divergence.rel_error is not None:
         errors.append(f"rel {error_text(divergence.rel_error)}")
     if divergence.ulp_error is not None:
-        errors.append(f"{divergence.ulp_error:,} ULP")
+        errors.append(f"{ulp_text(divergence)} ULP")
     return f"{at}: want {want}, got {got}" + (f" ({', '.join(errors)})" if errors else "")
 
 
 def _series_table(results: Iterable[SeriesResult]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("metric", overflow="fold", min_width=12)
+    table.add_column("metric", no_wrap=True)
     table.add_column("differ", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for name in ("step", "want", "got", "abs", "rel", "ULP"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("allowance", overflow="fold")
+    table.add_column("allowance", no_wrap=True)
     for result in results:
         _add_rows(table, result)
     return table
@@ -232,7 +244,7 @@ def _add_rows(table: Table, result: SeriesResult) -> None:
 def _allowance_text(result: SeriesResult, place: Divergence | None) -> str:
     tolerance = result.policy.tolerance
     if tolerance is None:
-        return "none (strict)" if result.policy.kind is PolicyKind.STRICT else result.policy.kind.value
+        return "strict" if result.policy.kind is PolicyKind.STRICT else result.policy.kind.value
     if place is None or place.allowance is None or tolerance.reduce is not None:
         return tolerance.bounds_text
     parts = [error_text(place.allowance)] if place.allowance else []
@@ -274,12 +286,12 @@ def print_environment(differences: Sequence[EnvironmentDifference], console: Con
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True, style="cyan")
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table.add_column(no_wrap=True)
     group = None
     for difference in differences[:MAX_ENVIRONMENT]:
         name = difference.group if difference.group != group else ""
         group = difference.group
         table.add_row(name, difference.name, difference.text)
-    console.print(Padding(table, (0, 0, 0, 4)))
+    print_table(table, console, indent=4)
     if len(differences) > MAX_ENVIRONMENT:
         print_line(console, f"  … and {len(differences) - MAX_ENVIRONMENT} more")

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from e2e_registry.registration import Registration
+from e2e_registry.reports.console import print_table
 from e2e_registry.reports.values import count_text, value_text
 from e2e_registry.series import Point, SeriesExtent, SeriesKey
 from e2e_registry.standard import StandardMetadata
@@ -19,12 +20,12 @@ def print_tests(tests: Sequence[tuple[Registration, Sequence[str]]], console: Co
     """Print tests with their suites and the platforms that they have standards for."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("test", "suite", "profile", "est. s", "standards"):
-        table.add_column(name, overflow="fold", justify="right" if name == "est. s" else "left")
+        table.add_column(name, no_wrap=True, justify="right" if name == "est. s" else "left")
     for test, platforms in tests:
         standards = ", ".join(platforms) or "none yet"
         name = f"{test.test_id} (disabled: {test.disabled})" if test.disabled else test.test_id
         table.add_row(name, test.suite, test.profile, f"{test.est_time:g}", standards)
-    console.print(table)
+    print_table(table, console, indent=0)
 
 
 def print_standard(label: str, metadata: StandardMetadata, series: Sequence[SeriesExtent], console: Console) -> None:
@@ -44,18 +45,18 @@ def print_standard(label: str, metadata: StandardMetadata, series: Sequence[Seri
         if value is not None:
             console.print(Text(f"  {name + ':':<16}{value}"), soft_wrap=True)
     policies = {name: str(Policy.from_json(policy)) for name, policy in metadata.policies.items()}
-    console.print(extents_table(series, policies))
+    print_table(extents_table(series, policies), console)
 
 
 def extents_table(series: Sequence[SeriesExtent], policies: dict[str, str] | None = None) -> Table:
     """Return a table of series in brief, with their policies where they are known."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("series", overflow="fold")
+    table.add_column("series", no_wrap=True)
     table.add_column("dtype", no_wrap=True)
     for name in ("points", "steps", "first", "last"):
         table.add_column(name, justify="right", no_wrap=True)
     if policies is not None:
-        table.add_column("policy", overflow="fold")
+        table.add_column("policy", no_wrap=True)
     for extent in series:
         steps = f"{extent.first_step}-{extent.last_step}"
         values = value_text(extent.first), value_text(extent.last)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from e2e_registry.comparison import Action, StandardChange, Verdict
 from e2e_registry.comparison.change import REPEAT_UNPROVEN
-from e2e_registry.reports.console import print_comparison, print_environment, print_line
+from e2e_registry.reports.console import print_comparison, print_environment, print_line, print_table
 from e2e_registry.reports.inventory import extents_table
 from e2e_registry.reports.values import count_text, listed
 from e2e_registry.series import SeriesExtent
@@ -74,5 +74,5 @@ def print_run(
     console.print(text, soft_wrap=True)
     for problem in problems:
         print_line(console, problem, "red")
-    console.print(extents_table(series))
+    print_table(extents_table(series), console)
     console.print(Text(f"kept: {label}"), soft_wrap=True)

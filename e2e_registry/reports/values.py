@@ -56,8 +56,11 @@ def error_text(error: float | None) -> str:
 
 
 def ulp_text(divergence: Divergence) -> str:
-    """Write a distance in ULPs."""
-    return "-" if divergence.ulp_error is None else f"{divergence.ulp_error:,}"
+    """Write a distance in ULPs; with three digits where nobody would count them."""
+    distance = divergence.ulp_error
+    if distance is None:
+        return "-"
+    return f"{distance:,}" if distance < 10**9 else f"{distance:.3g}"
 
 
 def ranges_text(ranges: StepRanges) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from repositories import Repository, assert_golden
 
+from e2e_registry.standard import Standard
+
 TEST = "tests/e2e/test_stub.py"
 
 
@@ -92,8 +94,21 @@ def test_a_failing_recipe_shows_the_end_of_its_output(repository: Repository) ->
     repository.write_recipe("print('almost there'); raise RuntimeError('the disk is on fire')")
     result = repository.cli("check", "--test", TEST)
     assert result.code == 4
-    assert "the disk is on fire" in result.out
-    assert "almost there" in result.out
+    assert "  | RuntimeError: the disk is on fire" in result.out
+    assert "  | almost there" in result.out
+
+
+def test_a_secret_in_a_variable_reaches_the_recipe_and_no_file(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVICE_KEY", "hunter2-hunter2")
+    repository.write_recipe("import sys; SCALE = len(sys.argv[2])")
+    repository.write_test(args=["--key", "${SERVICE_KEY}"])
+    assert verdict(repository) == (3, "no-standard")
+    repository.record()
+    assert Standard(repository.standard).metadata.environment["recipe"]["args"] == ["--key", "${SERVICE_KEY}"]
+    for path in [*repository.root.rglob("*.json*"), *repository.root.rglob("*.parquet")]:
+        assert b"hunter2" not in path.read_bytes(), path
 
 
 def test_skipped_and_empty_selections(repository: Repository) -> None:

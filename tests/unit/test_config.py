@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from e2e_registry.config import Settings, load_settings
@@ -208,19 +208,20 @@ PATHS = st.lists(st.sampled_from(["a", "b", ".", "..", "/", "\\", "C:", "~", " "
 )
 
 
+@settings(deadline=None)
 @given(text=PATHS, key=st.sampled_from(["test_folders", "standards_folder", "run_folder"]))
 def test_no_folder_ever_leaves_the_root(tmp_path_factory: pytest.TempPathFactory, text: str, key: str) -> None:
     folder = tmp_path_factory.getbasetemp() / "folders"
     value = json.dumps([text] if key == "test_folders" else text)
     write(folder, f"{SECTION}{key} = {value}")
     try:
-        settings = load_settings(folder, environ={})
+        found = load_settings(folder, environ={})
     except UsageError as error:
-        settings, refused = Settings(root=folder), error.where
+        found, refused = Settings(root=folder), error.where
     else:
         refused = None
     assert refused is None or refused.startswith(f"{folder / 'pyproject.toml'}:tool.e2e_registry.")
-    for path in (*settings.test_dirs, settings.standards_dir, settings.run_dir):
-        assert path.resolve().is_relative_to(settings.root)
-    assert not settings.run_dir.is_relative_to(settings.standards_dir)
-    assert not any(tests.is_relative_to(settings.standards_dir) for tests in settings.test_dirs)
+    for path in (*found.test_dirs, found.standards_dir, found.run_dir):
+        assert path.resolve().is_relative_to(found.root)
+    assert not found.run_dir.is_relative_to(found.standards_dir)
+    assert not any(tests.is_relative_to(found.standards_dir) for tests in found.test_dirs)

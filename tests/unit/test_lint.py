@@ -192,6 +192,8 @@ REPORTED = {
         "def f(p):\n    yield from (q for q in p.rglob('*.txt'))",
         "first = next(Path('.').glob('*.pt'))",
         "last = os.listdir('.')[-1]",
+        "files = ['a', *os.listdir('.')]\ntrain(files)",
+        "total = sum(weight(f) for f in os.listdir('.'))\nreport(total)",
         "class D:\n    def __init__(self, p):\n        self.files = [e.name for e in os.scandir(p)]",
         "for f in os.listdir('.'):\n    loss = model(load(f))\n    loss.backward()",
         "def find(p):\n    for f in p.iterdir():\n        if f.suffix in ('.pt', '.bin'):\n            return f",
@@ -205,7 +207,9 @@ REPORTED = {
         "prompt = ' '.join({'x', 'y'} | extra)\nmodel(prompt)",
         "def f(a, b):\n    return tuple(set(a) - set(b))",
         "def f(state, other):\n    for key in state.keys() - other.keys():\n        yield key",
-        "one = {'a', 'b'}.pop()",
+        "todo = {'a', 'b'}\nwhile todo:\n    visit(todo.pop())",
+        "first = list({'a', 'b'})[0]",
+        "both = [*{'a', 'b'}, 'c']\ntrain(both)",
     ],
     "DET009": [
         "assert torch.equal(a, b)",
@@ -329,6 +333,7 @@ CLEAN = {
         "torch.rand(3, generator=g)",
         "def f(random):\n    return random.random()",
         "rng = np.random.default_rng(3)\nrng.normal()",
+        "any((np := name) for name in names)\nnp.random.default_rng()",
     ],
     "DET007": [
         "names = sorted(os.listdir(folder))\ntrain(names)",
@@ -339,13 +344,20 @@ CLEAN = {
         "for f in glob.glob('*.tmp'):\n    os.remove(f)",
         "names = set(os.listdir(folder))",
         "sizes = {f.name: f.stat().st_size for f in Path('.').iterdir()}",
-        "total = sum(f.stat().st_size for f in Path('.').rglob('*') if f.is_file())",
+        "total = sum(f.stat().st_size for f in Path('.').rglob('*') if f.is_file())\nreport(total)",
+        "count = sum(f.name.isdigit() for f in Path('/dev').glob('nvidia*'))\nreport(count)",
+        "report(sum(1 for f in Path('.').iterdir()) + sum(f.suffix == '.pt' for f in Path('.').iterdir()))",
+        "for f in [Path('a'), *Path('.').glob('*.md')]:\n    check(f)",
         "files = []\nfor f in os.listdir('.'):\n    files.append(f)\nfiles.sort()\ntrain(files)",
+        "files = []\nfor f in os.listdir('.'):\n    files.append(f)\ncount = len(files)",
+        "def f(p):\n    for q in p.iterdir():\n        if q.is_dir():\n            return True",
         "found = any(f.endswith('.pt') for f in os.listdir('.'))",
         "raise ValueError(f'{os.listdir(folder)} holds no checkpoint')",
         "print(os.listdir('.'))",
+        "logger.warning(os.listdir('.'))",
         "latest = max(Path('.').glob('*.pt'), key=os.path.getmtime)",
         "def f(fs):\n    return fs.glob('*.parquet')",
+        "is_empty = next(Path('.').iterdir(), None) is None",
         "def f(p):\n    for q in p.iterdir():\n        if q.name == 'config.json':\n            return q",
     ],
     "DET008": [
@@ -355,22 +367,34 @@ CLEAN = {
         "ids = list({1, 2, 3})\ntrain(ids)",
         "ids = list(set(range(8)))\ntrain(ids)",
         "def f(ids: set[int]):\n    return [i + 1 for i in ids]",
+        "peer_ranks = {stage.rank for stage in stages}\nops = [recv(rank) for rank in peer_ranks]\nwait(ops)",
         "for name in {'a', 'b'}:\n    os.remove(name)",
         "s = set(words)\ns = [1]\ntrain(list(s))",
         "raise ValueError(', '.join(set(words)))",
         "missing = ', '.join(set(words))\nprint(missing)",
         "devices = {p.device for p in parameters}\nif len(devices) != 1:\n    raise ValueError\ndevice = devices.pop()",
+        "devices = {p.device for p in parameters}\nif len(devices) > 1:\n    raise ValueError\nx = list(devices)[0]",
         "(device,) = {p.device for p in parameters}",
+        "name = next(iter(set(names)))",
+        "largest = max(*set(names))",
+        "rest = {1, *set(names)}",
+        "if method in (*{'a', 'b'}, 'c'):\n    pass",
         "total = max(x for x in set(words))",
         "both = set(a) & set(b)\nreturn_value = {x for x in both}",
         "def f(set):\n    return list(set(3))",
+        "import re\npattern = re.compile('|'.join(set(words)))\nuse(pattern)",
+        "def f(a, b):\n    return list(a - b)",
+        "def f(names: list[str]):\n    return [n for n in names]",
     ],
     "DET009": [
         "if not torch.equal(text_ids, untruncated):\n    warn()",
+        "if not torch.equal(scale, previous):\n    refresh()",
         "assert torch.equal(input_ids, other_ids)",
         "assert torch.equal(out, torch.tensor([1, 2, 3]))",
+        "assert torch.equal(got.isnan(), want.isnan())",
         "assert torch.allclose(a, b, atol=1e-5)",
         "assert torch.allclose(a, b)",
+        "def test_golden_section_search(x):\n    np.testing.assert_allclose(x, 3.0)",
         "def test_bitwise(a, b):\n    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))",
         "def test_determinism(a, b):\n    assert torch.allclose(a, b, rtol=1e-3)",
     ],
@@ -379,6 +403,7 @@ CLEAN = {
         "print(f'loss {loss:.4f}')",
         "logger.info('loss %.4f', loss)",
         "logger.info(f'loss {loss:.4f}')",
+        "logger.info({'loss': round(loss, 2)})",
         "bar.set_postfix({'loss': f'{loss:.3f}'})",
         "bar.set_postfix(loss=round(loss, 3))",
         "logs['runtime'] = round(seconds, 2)",
@@ -407,6 +432,7 @@ CLEAN = {
         "out.scatter_add_(0, index, torch.ones_like(index, dtype=torch.float))",
         "out.index_add_(0, index, rows.long())",
         "for e in range(8):\n    _, rows = torch.where(mask[e])\n    out.index_add_(0, rows, expert(x[rows]))",
+        "pad = torch.ones(3)\nout.scatter_add_(0, index, pad)\npad = torch.ones(4)\nout.scatter_add_(0, index, pad)",
         "axes.scatter(x, y)",
         "queue.put(row)",
     ],
@@ -588,29 +614,22 @@ def test_a_suppression_of_a_rule_that_did_not_run_is_not_unused() -> None:
 
 
 class Repository:
-    """A git repository with a base branch, driven as a user would."""
+    """A git repository with a base branch, and with settings of a user that change how git writes a patch."""
+
+    SETTINGS = """\
+        user.name=a user.email=a@b commit.gpgsign=false core.quotePath=false color.ui=always diff.noprefix=true
+        diff.mnemonicPrefix=true diff.context=5 diff.interHunkContext=5 diff.renames=false diff.relative=true
+        diff.algorithm=histogram diff.external=false core.autocrlf=false"""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
         self.git("init", "-q", "-b", "main")
+        for setting in self.SETTINGS.split():
+            self.git("config", *setting.split("="))
 
     def git(self, *arguments: str) -> None:
-        identity = {
-            "GIT_AUTHOR_NAME": "a",
-            "GIT_AUTHOR_EMAIL": "a@b",
-            "GIT_COMMITTER_NAME": "a",
-            "GIT_COMMITTER_EMAIL": "a@b",
-        }
-        # A user's own settings must not change what the tool reads from git.
-        settings = {"GIT_CONFIG_COUNT": "2", "GIT_CONFIG_KEY_0": "diff.noprefix", "GIT_CONFIG_VALUE_0": "true"}
-        settings |= {"GIT_CONFIG_KEY_1": "commit.gpgsign", "GIT_CONFIG_VALUE_1": "false"}
-        subprocess.run(
-            ["git", "-C", self.root, *arguments],
-            check=True,
-            capture_output=True,
-            env={**os.environ, **identity, **settings},
-        )
+        subprocess.run(["git", "-C", self.root, *arguments], check=True, capture_output=True)
 
     def write(self, name: str, text: str) -> Path:
         file = self.root / name
@@ -657,6 +676,23 @@ def test_only_uses_on_added_lines_are_new(repository: Repository) -> None:
         "folder/untracked 'ü\" file.py:2 DET006",
         "staged.py:2 DET006",
     ]
+
+
+def test_a_hook_in_a_linked_work_tree_is_told_apart_from_its_folder(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository.write("folder/a.py", OLD)
+    repository.commit()
+    linked = tmp_path / "linked"
+    repository.git("worktree", "add", "-q", str(linked))
+    (linked / "folder/a.py").write_text(f"{OLD}b = random.Random()\n")
+    # As git sets them for hooks there, with the top of the work tree as the current folder.
+    monkeypatch.setenv("GIT_DIR", str(repository.root / ".git/worktrees/linked"))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(repository.root / ".git/worktrees/linked/index"))
+
+    report = lint_paths([linked / "folder/a.py"], base="HEAD")
+
+    assert [finding.line for finding in report.findings] == [3]
 
 
 def test_names_that_git_quotes_and_lines_that_look_like_a_patch_are_read_right(repository: Repository) -> None:

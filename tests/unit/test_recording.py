@@ -207,7 +207,7 @@ def test_narrow_integers_widen_and_finite_values_are_exact_json_numbers(tmp_path
         recorder.log(
             {"f32": np.float32(0.1), "bf16": torch.tensor(0.1, dtype=torch.bfloat16), "u": np.uint64(2**64 - 1)}, step=1
         )
-        recorder.log({"x": torch.tensor(float("nan")), "y": -np.float32(np.inf)}, step=np.int32(2))
+        recorder.log({"x": torch.tensor(float("nan")), "y": -np.float32(np.inf), "z": -0.0}, step=np.int32(2))
     points = main_points(read_run(tmp_path))
     for name in narrow:
         assert points[f"torch/{name}"] == [("int64", 0, int(np.iinfo(name).max))]
@@ -222,7 +222,7 @@ def test_narrow_integers_widen_and_finite_values_are_exact_json_numbers(tmp_path
         "uint64": {"u": 2**64 - 1},
     }
     assert bits["bits"] == {"x": ["float32", "7fc00000"], "y": ["float32", "ff800000"]}
-    assert bits["step"] == 2
+    assert (bits["step"], str(bits["float64"]["z"])) == (2, "-0.0")
 
 
 def test_subnormals_are_recorded_where_the_processor_flushes_them(tmp_path: Path) -> None:
@@ -617,7 +617,8 @@ def test_the_state_is_read_at_opening_first_line_new_libraries_and_closing(
     states += [{"at": "opening"}, {"at": "first line"}, {"at": "torch"}, {"at": "closing"}]
     kept = sys.modules["torch"]
     monkeypatch.delitem(sys.modules, "torch")
-    recorder = MetricRecorder(run_dir=tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    recorder = MetricRecorder(run_dir=tmp_path.name)
     seen = []
 
     def look() -> None:

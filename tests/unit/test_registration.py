@@ -7,6 +7,7 @@ import datetime
 import fnmatch
 import itertools
 import os
+import re
 import subprocess
 import sys
 import types
@@ -231,8 +232,8 @@ def test_a_seed_that_nothing_places_is_appended(repo: Path) -> None:
     assert command.argv(run_dir="r", seed=7) == ["torchrun", "train.py", "-v", "--seed", "7"]
     assert command.recorded_argv == ("torchrun", "train.py", "-v")
 
-    placed = read(repo, call({"script": None, "command": '["a", "--seed", "{seed}"]', "seed": "5"}))
-    assert placed.argv(run_dir="r") == ["a", "--seed", "5"]
+    placed = read(repo, call({"script": None, "command": '["a", "--seed", "{seed}", "--seed={seed}"]', "seed": "5"}))
+    assert placed.argv(run_dir="r") == ["a", "--seed", "5", "--seed=5"]
 
 
 def test_variables_of_the_recipe(repo: Path) -> None:
@@ -267,6 +268,7 @@ TEXTS = st.lists(st.sampled_from(["{run_dir}", "{seed}", "{", "}", "{}", "a", "Ã
 )
 
 
+@settings(deadline=None)
 @given(args=st.lists(TEXTS, max_size=3))
 def test_placeholders_are_replaced_as_by_str_replace(repo: Path, args: list[str]) -> None:
     test = read(repo, call({"args": repr(args), "seed": "12"}))
@@ -371,6 +373,7 @@ REFUSED: list[tuple[dict[str, str | None], str, str, str]] = [
     ({"metrics": '["a",\n 1]'}, " 1]", "metrics[1]", "must be a string, not 1"),
     ({"metrics": '["a", " "]'}, "metrics=", "metrics[1]", "is an empty name"),
     ({"metrics": '["a", "b\\n"]'}, "metrics=", "metrics[1]", "has spaces around it"),
+    ({"metrics": '["a", " b"]'}, "metrics=", "metrics[1]", "' b' has spaces around it"),
     ({"metrics": '["a", "\\ud800"]'}, "metrics=", "metrics[1]", "characters that cannot be printed"),
     ({"metrics": '["a", "b",\n "a"]'}, ' "a"]', "metrics[2]", "'a' is listed twice\n  remove it here or at metrics[0]"),
     ({"est_time": "True"}, "est_time=", "est_time", "must be a number of seconds, not True"),
@@ -382,6 +385,7 @@ REFUSED: list[tuple[dict[str, str | None], str, str, str]] = [
     ({"timeout": "-5"}, "timeout=", "timeout", "must be above 0"),
     ({"timeout": "True"}, "timeout=", "timeout", "must be a number of seconds, not True"),
     ({"suite": '"short"'}, "suite=", "suite", "unknown suite 'short'\n  did you mean 'short-cpu'?"),
+    ({"suite": '"x"'}, "suite=", "suite", "known: long, short-cpu (suites are listed in /"),
     ({"suite": '""'}, "suite=", "suite", "is an empty name"),
     ({"suite": "3"}, "suite=", "suite", "must be a string, not 3"),
     ({"labels": '["gpu"]'}, "labels=", "labels[0]", "unknown label 'gpu'"),
@@ -394,6 +398,8 @@ REFUSED: list[tuple[dict[str, str | None], str, str, str]] = [
     ({"num_gpus": "-1"}, "num_gpus=", "num_gpus", "must be a whole number from 0 on, not -1"),
     ({"seed": "-1"}, "seed=", "seed", "must be a whole number from 0 to 2**64 - 1, not -1"),
     ({"seed": "True"}, "seed=", "seed", "must be a whole number from 0 to 2**64 - 1, not True"),
+    ({"seed": str(2**64)}, "seed=", "seed", "must be a whole number from 0 to 2**64 - 1, not 18446744073709551616"),
+    ({"seed": '"3"'}, "seed=", "seed", "must be a whole number from 0 to 2**64 - 1, not '3'"),
     ({"seed": f"1{'0' * 20}"}, "seed=", "seed", "must be a whole number from 0 to 2**64 - 1, not 1000"),
     ({"est_time": f"0x{'f' * 5000}"}, "est_time=", "est_time", "not an integer of thousands of digits"),
     ({"profile": '"cpu"'}, "profile=", "profile", "unknown profile 'cpu'\n  "),
@@ -405,17 +411,21 @@ REFUSED: list[tuple[dict[str, str | None], str, str, str]] = [
     ({"script": '""'}, "script=", "script", "is an empty name"),
     ({"command": '["a"]'}, "command=", "command", "script and command exclude each other"),
     ({"script": None, "command": "[]"}, "command=", "command", "names no program"),
+    ({"script": None, "command": '["", "x"]'}, "command=", "command", "names no program"),
+    ({"script": None, "command": '["a", "--seed=1"]', "seed": "1"}, "command=", "command[1]", "both set the seed"),
     ({"script": None, "command": '"bash x"'}, "command=", "command", "must be a list of strings, not 'bash x'"),
     ({"script": None, "command": '["a", 2]'}, "command=", "command[1]", "must be a string, not 2\n  write '2'"),
     ({"args": '["a",\n 0.5]'}, " 0.5", "args[1]", "must be a string, not 0.5\n  write '0.5'"),
     ({"args": "None"}, "args=", "args", "must be a list of strings, not None"),
     ({"args": '["a\\0"]'}, "args=", "args[0]", "holds a NUL"),
+    ({"args": '["\\ud800"]'}, "args=", "args[0]", "half of a surrogate pair"),
     ({"args": '["{seed}"]'}, "args=", "args[0]", "{seed} is used, but no seed is registered"),
     ({"env": '{"A": "{seed}"}'}, "env=", "env['A']", "{seed} is used, but no seed is registered"),
     ({"args": '["-v", "--seed", "1"]', "seed": "1"}, "args=", "args[1]", "'--seed' and seed= both set the seed"),
     ({"env": '["A=1"]'}, "env=", "env", "must be a dict"),
     ({"env": '{"A": 1}'}, "env=", "env['A']", "must be a string, not 1\n  write '1'"),
     ({"env": '{"A=B": "1"}'}, "env=", "env['A=B']", "'A=B' is not the name of a variable"),
+    ({"env": '{"E2E_REGISTRY_RUN_DIR": "x"}'}, "env=", "env['E2E_REGISTRY_RUN_DIR']", "belongs to the launcher"),
     ({"env": '{"E2E_METRICS_JSONL": "x"}'}, "env=", "env['E2E_METRICS_JSONL']", "belongs to the launcher"),
     (
         {"tolerances": '{"train/loss": 1e-7}'},
@@ -446,7 +456,7 @@ REFUSED: list[tuple[dict[str, str | None], str, str, str]] = [
     ({"observe": '["a", ""]'}, "observe=", "observe[1]", "is an empty name"),
     ({"invariants": '{"x": {"min": 0}}'}, "invariants=", "invariants['x']", "neither registered nor observed: 'x'"),
     ({"invariants": '{"train/loss": {}}'}, "invariants=", "invariants['train/loss']", "must be a dict with some of"),
-    ({"invariants": '{"train/loss": 0}'}, "invariants=", "invariants['train/loss']", "must be a dict with some of"),
+    ({"invariants": '{"train/loss": 3}'}, "invariants=", "invariants['train/loss']", "must be a dict with some of"),
     (
         {"invariants": '{"train/loss": {"mim": 0}}'},
         "invariants=",
@@ -552,6 +562,8 @@ def test_expressions_that_would_have_to_run(repo: Path, expression: str, named: 
         ("X = ['a']\nmatch 3:\n    case X: pass\n", "", "`X` is assigned more than once, on lines 2 and 4"),
         ("X = ['a']\ndef f():\n    global X\n    X = 3\n", "", "`X` is assigned more than once, on lines 2 and 4"),
         ("X = ['a']\ndef f(a=(X := 3)): pass\n", "", "`X` is assigned more than once, on lines 2 and 3"),
+        ("X = ['a']\ntry: pass\nexcept OSError as X: pass\n", "", "`X` is assigned more than once, on lines 2 and 4"),
+        ("X = Y = ['a']\n", "", "`X` is assigned other than by a statement `NAME = literal` of its own on line 2"),
         ("X = ['a']\nimport os as X\n", "", "`X` is assigned more than once, on lines 2 and 3"),
         ("import os as X\n", "", "`X` is imported on line 2: no constant"),
         ("def X(): pass\n", "", "`X` is a class or function on line 2: no constant"),
@@ -648,6 +660,9 @@ def test_what_is_wrong_in_a_dict_is_named_to_the_key(
     ("source", "where", "says"),
     [
         ("x = 1\n", ":1", "declares no test"),
+        ("print(1)\n", ":1", "declares no test"),
+        (VALID.replace(IMPORT, "from . import register_e2e_ci\n"), ":2", "is called, but is not"),
+        (b"# coding: latin-1\nx = '\xe9' )\n", ":2", "unmatched ')'\n    x = '\u00e9' )\n            ^"),
         (VALID.replace(IMPORT, ""), ":1", "`register_e2e_ci` is called, but is not, or not only, imported"),
         (VALID.replace(IMPORT, "from .e2e_registry import register_e2e_ci\n"), ":2", "is called, but is not"),
         (
@@ -799,6 +814,9 @@ def test_discovery_is_sorted_by_id_and_passes_by_what_is_no_test(fresh: Path) ->
     ]:
         put(fresh, "not Python (", f"tests/e2e/{name}")
     put(fresh, VALID, "tests/unit/test_unit.py")
+    with (fresh / "pyproject.toml").open("a") as file:
+        file.write('run_folder = "tests/e2e/runs"\n')
+    put(fresh, VALID, "tests/e2e/runs/1/test_z.py")
 
     ids = [test.test_id for test in discover(load(fresh))]
 
@@ -894,6 +912,8 @@ def test_files_outside_the_root_have_no_id(fresh: Path, tmp_path: Path) -> None:
         find_test(load(fresh), put(tmp_path, VALID, "test_out.py"))
     with pytest.raises(RegistrationError, match=r"tests/e2e/test_gone\.py: does not exist"):
         read_registration(fresh / "tests/e2e/test_gone.py", load(fresh))
+    with pytest.raises(RegistrationError, match=r"tests/e2e: cannot be read: Is a directory"):
+        read_registration(fresh / "tests/e2e", load(fresh))
 
 
 def test_a_link_to_a_test_is_a_test_of_its_own_name(fresh: Path) -> None:
@@ -952,9 +972,36 @@ def test_a_script_that_is_accepted_says_nothing(repo: Path) -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
-def test_a_call_without_a_file_is_refused() -> None:
+def test_a_script_may_have_changed_its_folder(repo: Path) -> None:
+    file = put(repo, f"import os\nos.chdir('/')\n{VALID}")
+    ran = subprocess.run([sys.executable, file.name], cwd=file.parent, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["no_file", "__main__"])
+def test_a_call_without_a_file_is_refused(name: str) -> None:
     with pytest.raises(RegistrationError, match="must be called from a file"):
-        exec(VALID, {"__name__": "no_file"})
+        exec(VALID, {"__name__": name})
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "says"),
+    [
+        ({"metrics": "{'train/loss'}"}, "metrics", "must be a list of strings, not {'train/loss'}"),
+        ({"metrics": "iter(['a'])"}, "metrics", "must be a list of strings"),
+        ({"env": "{1: 'x'}"}, "env[1]", "1 is not the name of a variable"),
+        ({"tolerances": "{1: Tolerance(ulp=1, reason='r')}"}, "tolerances[1]", "must be a string, not 1"),
+        ({"timeout": "float('nan')"}, "timeout", "must be above 0"),
+        ({"invariants": "{'train/loss': {'min': float('nan')}}"}, "invariants['train/loss']", "must be a number"),
+    ],
+)
+def test_values_that_only_running_code_can_pass(
+    repo: Path, changes: dict[str, str | None], where: str, says: str
+) -> None:
+    file = put(repo, call(changes))
+    with pytest.raises(RegistrationError, match=re.escape(says)) as caught:
+        execute(file)
+    assert caught.value.where == f"tests/e2e/test_a.py:2:{where}"
 
 
 def test_listing_tests_imports_nothing_heavy(repo: Path) -> None:

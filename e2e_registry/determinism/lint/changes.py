@@ -13,13 +13,14 @@ from pathlib import Path
 from e2e_registry.errors import UsageError
 
 _HUNK = re.compile(rb"@@ -\d+(?:,(?P<removed>\d+))? \+(?P<start>\d+)(?:,(?P<added>\d+))? @@")
-#: Options that make the patch independent of the user's git settings.
+#: Options that make the patch independent of the user's git settings, and no larger than it must be.
 _DIFF = (
     "-c",
     "core.quotePath=true",
     "diff",
     "--unified=0",
     "--inter-hunk-context=0",
+    "--diff-algorithm=minimal",
     "--find-renames",
     "--no-color",
     "--no-ext-diff",
@@ -29,6 +30,9 @@ _DIFF = (
     "--src-prefix=a/",
     "--dst-prefix=b/",
 )
+
+#: What git sets for hooks: with them, ``git -C folder`` takes the folder for the top of the working tree.
+_HOOK_VARIABLES = frozenset({"GIT_DIR", "GIT_WORK_TREE", "GIT_COMMON_DIR", "GIT_INDEX_FILE", "GIT_PREFIX"})
 
 
 @dataclass(slots=True)
@@ -119,8 +123,10 @@ def changes_since(base: str, *, folder: Path) -> ChangedFiles:
 
 
 def _git(folder: Path, arguments: Sequence[str], problem: str, hint: str | None = None) -> bytes:
+    environment = {name: value for name, value in os.environ.items() if name not in _HOOK_VARIABLES}
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
+        result = subprocess.run(command, capture_output=True, check=False, env=environment)
     except FileNotFoundError as error:
         raise UsageError("--diff needs git, which is not installed", hint="install git, or leave --diff out") from error
     if result.returncode != 0:

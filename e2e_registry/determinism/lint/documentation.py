@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 from e2e_registry.determinism.lint.catalogue import CATALOGUE
@@ -43,14 +44,18 @@ def _section(entry: Documented) -> str:
     return "\n\n".join(
         [
             f"### {entry.code} {entry.name}",
-            f"**What.** {entry.summary[0].upper()}{entry.summary[1:]}.",
-            f"**Why.** {entry.why}",
-            f"**Fix.** {entry.fix}",
-            *([f"**Scope.** {entry.scope}"] if entry.scope else []),
+            _paragraph("What", f"{entry.summary[0].upper()}{entry.summary[1:]}."),
+            _paragraph("Why", entry.why),
+            _paragraph("Fix", entry.fix),
+            *([_paragraph("Scope", entry.scope)] if entry.scope else []),
             f"Reported:\n\n```python\n{entry.flagged.strip()}\n```",
             f"Not reported:\n\n```python\n{entry.clean.strip()}\n```",
         ]
     )
+
+
+def _paragraph(title: str, text: str) -> str:
+    return textwrap.fill(f"**{title}.** {text}", 120, break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

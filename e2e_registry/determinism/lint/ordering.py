@@ -88,6 +88,7 @@ _LOGGER_METHODS = frozenset({"debug", "info", "warning", "warning_once", "warn",
 _COLLECTING_METHODS = frozenset({"append", "appendleft", "extend", "insert", "put", "writerow", "writelines"})
 _TRAINING_METHODS = frozenset({"backward", "step", "log"})
 _INTEGER_SUMMAND = re.compile(r"getsize|st_size|nbytes|numel|len\(")
+_PREDICATE = re.compile(r"is[a-z_]+$|startswith$|endswith$|exists$|bool$")
 _MAX_HOPS = 4
 
 
@@ -129,11 +130,12 @@ def has_one_element(module: Module, node: ast.expr) -> bool:
 
 
 def starred_leak(module: Module, starred: ast.Starred) -> str | None:
-    """Say how an unpacked collection's order reaches data; ``None`` inside a set, or a call that does not mind."""
-    outer = module.parent(starred)
-    if isinstance(outer, ast.Set):
-        return None
-    return _call_leak(module, outer, starred, _MAX_HOPS) if isinstance(outer, ast.Call) else "is unpacked"
+    """Say how the order of a collection that is unpacked with ``*`` reaches data; ``None`` if it does not.
+
+    A call that takes any number of arguments, such as ``max`` or a registration, seldom minds their order.
+    """
+    display = module.parent(starred)
+    return _leak(module, display, _MAX_HOPS) if isinstance(display, ast.List | ast.Tuple) else None
 
 
 def _leak(module: Module, node: ast.expr, hops: int) -> str | None:
@@ -188,15 +190,29 @@ def _call_leak(module: Module, call: ast.Call, node: ast.expr, hops: int) -> str
     if call.func is node:
         return None
     if name == "builtins.next":
-        return None if has_one_element(module, node) else "is picked from by position"
+        # ``next(folder.iterdir(), None) is None`` asks whether there is anything.
+        is_test = isinstance(module.parent(call), ast.Compare)
+        return None if is_test or has_one_element(module, node) else "is picked from by position"
     if name in _ORDER_KEEPING_CALLS or (isinstance(call.func, ast.Attribute) and call.func.attr == "join"):
         return _leak(module, call, hops)
     if name == "builtins.sum":
-        return None if _INTEGER_SUMMAND.search(ast.unparse(node)) else _leak(module, call, hops)
+        return None if _adds_integers(node) else _leak(module, call, hops)
     if any(isinstance(outer, ast.Raise) for outer in module.ancestors(call)):
         return None
     shown = dotted(call.func) or last_name(call.func) or "a call"
     return f"is passed to {shown}()"
+
+
+def _adds_integers(node: ast.expr) -> bool:
+    """Whether a sum runs over sizes or over conditions: integers, whose sum has no order."""
+    if isinstance(node, ast.GeneratorExp | ast.ListComp):
+        element = node.elt
+        is_condition = isinstance(element, ast.Compare) or (
+            isinstance(element, ast.Call) and _PREDICATE.match(last_name(element.func)) is not None
+        )
+        if is_condition or isinstance(element, ast.Constant):
+            return True
+    return _INTEGER_SUMMAND.search(ast.unparse(node)) is not None
 
 
 def _assignment_leak(module: Module, statement: ast.Assign | ast.AnnAssign | ast.NamedExpr, hops: int) -> str | None:

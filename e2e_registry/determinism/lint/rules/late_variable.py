@@ -11,7 +11,7 @@ from e2e_registry.determinism.lint.rule import Rule, Violation
 
 _AT_IMPORT = "it is read while torch and its libraries load, so this process does not see the write"
 _BEFORE_CUDA = "it counts only if nothing has started CUDA yet, which an earlier import or call may have done"
-_BEFORE_NCCL = "NCCL reads it when the first process group starts, which may be before this line"
+_BEFORE_GROUP = "it is read when the first process group starts, which may be before this line"
 _BEFORE_MODEL = "it is read when the library is imported or the model is built, which may be before this line"
 _AT_START = "it is read when the process starts, so this write reaches child processes only"
 
@@ -20,11 +20,11 @@ _READ_WHEN = {
     "CUBLAS_WORKSPACE_CONFIG": _BEFORE_CUDA,
     "NVIDIA_TF32_OVERRIDE": _BEFORE_CUDA,
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": _BEFORE_CUDA,
-    "NCCL_DETERMINISTIC": _BEFORE_NCCL,
-    "NCCL_ALGO": _BEFORE_NCCL,
-    "NCCL_PROTO": _BEFORE_NCCL,
-    "NCCL_NVLS_ENABLE": _BEFORE_NCCL,
-    "HCCL_DETERMINISTIC": _BEFORE_NCCL,
+    "NCCL_DETERMINISTIC": _BEFORE_GROUP,
+    "NCCL_ALGO": _BEFORE_GROUP,
+    "NCCL_PROTO": _BEFORE_GROUP,
+    "NCCL_NVLS_ENABLE": _BEFORE_GROUP,
+    "HCCL_DETERMINISTIC": _BEFORE_GROUP,
     "FLASH_ATTENTION_DETERMINISTIC": _BEFORE_MODEL,
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": _BEFORE_MODEL,
     "MAMBA_DETERMINISTIC": _BEFORE_MODEL,

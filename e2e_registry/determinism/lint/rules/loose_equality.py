@@ -24,8 +24,8 @@ _CLOSE = frozenset(
 )
 _TOLERANCES = ("rtol", "atol", "rel_tol", "abs_tol")
 _BITWISE_INTENT = re.compile(
-    r"bit.?wise|bit.?identical|bit.?exact|bit.for.bit|bit.?equal|byte.?(wise|identical|for.byte)|identical"
-    r"|determinis|reproduc|repeatab|same_seed|golden|exact_(match|equal)|run_?(a|b|1|2)\b|(first|second)_run|two_runs"
+    r"bit.?wise|bit.?identical|bit.?exact|bit.for.bit|bit.?equal|byte.?(wise|identical|for.byte)"
+    r"|determinis|reproduc|repeatab|same_seed|golden_?(file|metric|output|record|run|standard|value)|exact_(match|equal)|run_?(a|b|1|2)\b|(first|second)_run|two_runs"
     r"|compare_(runs|checkpoints|state_dicts?|weights)",
     re.IGNORECASE,
 )
@@ -33,6 +33,7 @@ _INTEGER_NAMES = re.compile(
     r"(^|_|\b)(ids?|masks?|ind(ex|ices)|idx|labels?|tokens?|shapes?|sizes?|lengths?|perm|order|counts?|keys?|seqlens)\b",
     re.IGNORECASE,
 )
+_BOOLEAN_CALL = re.compile(r"\.(isnan|isinf|isfinite|signbit|arg(max|min|sort))\(")
 
 
 class LooseEquality(Rule):
@@ -52,8 +53,8 @@ class LooseEquality(Rule):
     )
     scope = (
         "`torch.equal` is reported where it is asserted; it and `allclose` where names, comments or the file's name "
-        "speak of bits, repeats, determinism or golden values. Comparisons of integers (by their names or literals) "
-        "and of bytes are left alone, and so are those with a tolerance of their own."
+        "speak of bits, repeats, determinism or golden values. Comparisons of integers and booleans (by names, "
+        "literals or calls) and of bytes are left alone, and so are those with a tolerance of their own."
     )
     flagged = """
 import torch
@@ -120,13 +121,13 @@ def _compares_bytes(module: Module, call: ast.Call) -> bool:
 
 
 def _compares_integers(call: ast.Call) -> bool:
-    """Whether names or literals show integers, of which ``equal`` is an exact check."""
+    """Whether names, literals or calls show integers or booleans, of which ``equal`` is an exact check."""
     for value in call.args[:2]:
         if isinstance(value, ast.Call) and re.search(
             r"(torch|np|numpy)\.(tensor|array)\(\[[\d\s,\[\]-]*\]", ast.unparse(value)
         ):
             return True
-        if _INTEGER_NAMES.search(ast.unparse(value)):
+        if _INTEGER_NAMES.search(ast.unparse(value)) or _BOOLEAN_CALL.search(ast.unparse(value)):
             return True
     return False
 

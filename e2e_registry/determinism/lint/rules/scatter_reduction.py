@@ -131,7 +131,7 @@ def _operation(module: Module, call: ast.Call) -> _Operation | None:
         is_sum = written in _PACKAGE_SUMS and module.constant(argument(call, "reduce")) not in ("min", "max", "mul")
         return _Operation(name, True, "on CUDA") if is_sum else None
     method = _METHODS.get(written.removesuffix("_"))
-    is_function = name in (f"torch.{written}", f"torch.Tensor.{written}")
+    is_function = (name or "").startswith("torch.")
     is_method = isinstance(call.func, ast.Attribute) and not (name or "").startswith(_SEQUENTIAL_PACKAGES)
     if method is None or not (is_function or is_method):
         return None
@@ -166,7 +166,11 @@ def _is_exact(module: Module, node: ast.expr | None) -> bool:
     """Whether the source shows integers, zeros and ones, or one constant: the order cannot change such a sum."""
     value = None if node is None else module.names.single_value(node)
     if isinstance(value, ast.Name):
-        return _INDICATOR_NAME.search(value.id) is not None
+        assigned = [binding.value for binding in module.names.bindings(value)]
+        is_always_exact = len(assigned) > 1 and all(isinstance(each, ast.Call) for each in assigned)
+        return _INDICATOR_NAME.search(value.id) is not None or (
+            is_always_exact and all(_is_exact(module, each) for each in assigned)
+        )
     if not isinstance(value, ast.Call):
         return False
     method = last_name(value.func)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from e2e_registry.determinism.lint.module import Module, last_name
-from e2e_registry.determinism.lint.ordering import has_one_element, leak, loop_leak, starred_leak
+from e2e_registry.determinism.lint.ordering import leak, loop_leak, starred_leak
 from e2e_registry.determinism.lint.rule import Rule, Violation
 from e2e_registry.determinism.lint.scopes import BindingKind
 
@@ -28,6 +29,10 @@ _ITERATING_CALLS = frozenset(
     }
 )
 _INTEGER_CALLS = frozenset({"builtins.int", "builtins.len", "builtins.ord", "builtins.range", "builtins.hash"})
+#: What holds integers in any training code; ids are left out, since they may be strings.
+_INTEGER_NAME = re.compile(
+    r"(^|_)(idxs?|index|indices|indexes|ranks?|steps?|epochs?|dims?|axis|axes|seeds?)$", re.IGNORECASE
+)
 _MAX_HOPS = 4
 
 
@@ -43,9 +48,10 @@ class SetOrder(Rule):
     )
     fix = "`sorted(...)`, or `list(dict.fromkeys(names))` to drop duplicates in order of appearance."
     scope = (
-        "Sets that are compared, counted, sorted or tested for membership are left alone, and so are sets that plainly "
-        "hold integers, and picks from a set whose length the function compares with 1. Attributes and parameters "
-        "are not known to be sets unless an annotation says so."
+        "Sets that are compared, counted, sorted or tested for membership are left alone, and so are sets of integers "
+        "(by their literals, annotations or names), single picks (`next(iter(...))`, `pop()` outside of a loop that "
+        "empties the set), and picks by position where the function compares the length with 1. Attributes and "
+        "parameters are not known to be sets unless an annotation says so."
     )
     flagged = """
 def vocabulary(words):
@@ -95,12 +101,23 @@ def _reason(module: Module, node: ast.AST, iterated: ast.expr) -> str | None:
     if isinstance(node, ast.Starred):
         return starred_leak(module, node)
     if isinstance(node, ast.Call) and last_name(node.func) == "pop":
-        return None if has_one_element(module, iterated) else "decides what is taken"
+        return "decides what is taken next" if _is_worklist(module, node, iterated) else None
+    if isinstance(node, ast.Call) and last_name(node.func) == "iter":
+        return None  # ``next(iter(s))`` asks for any element, mostly of a set known to hold one.
     if isinstance(node, ast.Call) and last_name(node.func) == "join" and _is_alternation(module, node):
         return None
     if isinstance(node, ast.Call) and module.qualified(node.func) == "builtins.enumerate":
         return "numbers its elements"
     return leak(module, node) if isinstance(node, ast.expr) else None
+
+
+def _is_worklist(module: Module, pop: ast.Call, taken: ast.expr) -> bool:
+    """Whether a loop runs until the set is empty; a single ``pop`` mostly takes the only element."""
+    written = ast.dump(taken)
+    return any(
+        isinstance(outer, ast.While) and any(ast.dump(part) == written for part in ast.walk(outer.test))
+        for outer in module.ancestors(pop)
+    )
 
 
 def _is_alternation(module: Module, call: ast.Call) -> bool:
@@ -152,10 +169,12 @@ def _is_set_annotation(annotation: ast.expr) -> bool:
 
 
 def _holds_integers(module: Module, node: ast.expr) -> bool:
-    """Whether a set's elements are plainly integers, whose hashes are not salted."""
+    """Whether a set's elements are integers by all that the source says: their hashes are not salted."""
     if isinstance(node, ast.Name) and any(
         _is_integer_annotation(binding.annotation) for binding in module.names.bindings(node)
     ):
+        return True
+    if _INTEGER_NAME.search(last_name(node)):
         return True
     value = module.names.single_value(node)
     match value:
@@ -182,6 +201,8 @@ def _is_integer(module: Module, node: ast.expr) -> bool:
         return all(_is_integer(module, element) for element in node.elts)
     if isinstance(node, ast.Call):
         return module.qualified(node.func) in _INTEGER_CALLS
+    if _INTEGER_NAME.search(last_name(node)):
+        return True
     return isinstance(module.constant(node), int)
 
 

@@ -1,0 +1,1 @@
+"""Measurements over several runs: whether they repeat, and how far seeds spread."""
