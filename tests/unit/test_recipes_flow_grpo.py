@@ -187,9 +187,9 @@ def _skip_the_sync(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("plant", "first", "step"),
     [
-        pytest.param(_other_options(seed=1), "train/warm_up_loss", 0, id="another seed"),
+        pytest.param(_other_options(seed=1), "rollout/reward_model", 0, id="another seed"),
         pytest.param(_other_options(rollout_seed=1), "rollout/reward_model", 0, id="another rollout seed"),
-        pytest.param(_other_options(lr=3e-4 * 1.001), "train/log_prob_new_idx_0", 1, id="learning rate 0.1% higher"),
+        pytest.param(_other_options(lr=3e-4 * 1.001), "train/grad_norm", 1, id="learning rate 0.1% higher"),
         pytest.param(_change_rewards(_swap), "rollout/rewards", 0, id="two rewards swapped"),
         pytest.param(_shift_groups, "train/advantages", 0, id="groups off by one"),
         pytest.param(_drop_a_sample, "rollout/reward/raw_mean", 0, id="a sample dropped"),
