@@ -252,11 +252,13 @@ def _gather(refs: Sequence[Any], names: Sequence[str]) -> list[Any]:
 
 
 def _died(failures: Sequence[tuple[str, Exception]]) -> ActorDiedError:
-    """Return one error for all failures, the likely cause first: an actor that is gone, then what others raised."""
+    """Return one error for all failures, the likely cause last: that is where the ends of logs are read."""
     import ray
 
-    ordered = sorted(failures, key=lambda failure: not isinstance(failure[1], ray.exceptions.RayActorError))
-    name, first = ordered[0]
-    is_gone = isinstance(first, ray.exceptions.RayActorError)
-    text = "\n".join(f"--- {name}\n{_COLOUR.sub('', str(error)).strip()}" for name, error in ordered)
-    return ActorDiedError(f"{name} {'died' if is_gone else 'raised'}, and the recipe ends\n{text}")
+    # What others raise when a peer is gone may have arrived first; an actor that is gone is nobody's consequence.
+    latest_first = failures[::-1]
+    *others, cause = sorted(latest_first, key=lambda failure: isinstance(failure[1], ray.exceptions.RayActorError))
+    sections = [f"--- {name}\n{_COLOUR.sub('', str(error)).strip()}" for name, error in (*others, cause)]
+    name, error = cause
+    verb = "died" if isinstance(error, ray.exceptions.RayActorError) else "raised"
+    return ActorDiedError("\n".join(["the recipe ends, because an actor failed", *sections, f"{name} {verb} first"]))
