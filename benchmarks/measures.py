@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -12,16 +13,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+#: What a table of metrics holds without this package: numbers, and neither bit patterns nor emission order.
+VALUE_COLUMNS = ["metric", "role", "rank", "step", "dtype", "value"]
+#: Repeats of each way of recording, by turns.
+_BLOCKS = 20
+
+
+def peak_mb() -> float:
+    """Return the peak resident memory of this process in MB.
+
+    ``ru_maxrss`` will not do: on Linux a child starts at the peak of the process that started it, and that one has
+    just written files of many millions of rows.
+    """
+    try:
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    except FileNotFoundError:
+        found = None
+    if found is not None:
+        return int(found[1]) * 1024 / 1e6
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
 
 def _timed(action: Callable[[], Any]) -> dict[str, float]:
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     action()
-    seconds = time.perf_counter() - begin
-    return {"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    return {
+        "seconds": time.perf_counter() - begin,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_mb": peak_mb(),
+    }
 
 
-def compare(got: str, want: str, verdict: str) -> dict[str, float]:
-    """Time this package's comparison of two files, reading and verification included."""
+def compare(got: str, want: str, expected: str) -> dict[str, float]:
+    """Time this package's comparison of two files, from opening them, verification included.
+
+    Args:
+        got: The run's file.
+        want: The standard's file.
+        expected: Points that differ and points missing, as ``1,0``; anything else is an error.
+    """
     import e2e_registry.comparison as comparison
     from e2e_registry.standard import Standard
     from e2e_registry.tolerance import Policies
@@ -30,11 +61,12 @@ def compare(got: str, want: str, verdict: str) -> dict[str, float]:
 
     def action() -> None:
         sides = Standard(Path(got)).batches(), Standard(Path(want)).batches()
-        found.append(comparison.compare(*sides, policies=Policies(judge_all=True)).verdict.value)
+        series = comparison.compare(*sides, policies=Policies(judge_all=True)).series
+        found.append(f"{sum(one.num_failing for one in series)},{sum(one.missing.count for one in series)}")
 
     figures = _timed(action)
-    if found != [verdict]:
-        raise SystemExit(f"{got} against {want}: {found[0]}, not {verdict}")
+    if found != [expected]:
+        raise SystemExit(f"{got} against {want}: {found[0]} points differ and miss, not {expected}")
     return figures
 
 
@@ -45,18 +77,26 @@ def read_both(got: str, want: str) -> dict[str, float]:
     return _timed(lambda: [pq.read_table(path) for path in (got, want)])
 
 
-def pandas_exact(got: str, want: str) -> dict[str, float]:
-    """Time pandas' exact comparison of two frames that are in memory already."""
+def pandas_exact(got: str, want: str, what: str) -> dict[str, float]:
+    """Time pandas' exact comparison of two files, from reading them.
+
+    Args:
+        got: The run's file.
+        want: The standard's file; with one value in another.
+        what: ``values`` for the columns that a table of metrics has without this package, ``all`` for all of them.
+    """
     import pandas as pd
 
-    left, right = (pd.read_parquet(path) for path in (got, want))
+    columns = VALUE_COLUMNS if what == "values" else None
 
     def action() -> None:
         try:
+            left, right = (pd.read_parquet(path, columns=columns) for path in (got, want))
             pd.testing.assert_frame_equal(left, right, check_exact=True)
         except AssertionError:
             return
-        raise SystemExit("pandas did not see the difference")
+        if got != want:
+            raise SystemExit("pandas did not see the difference")
 
     return _timed(action)
 
@@ -73,13 +113,14 @@ def json_loop(got: str, want: str) -> dict[str, float]:
     return _timed(action)
 
 
-def small(folder: str, count: int) -> dict[str, float]:
-    """Time opening, verifying and comparing many small standards in one process, imports not included."""
-    import e2e_registry.comparison as comparison
-    from e2e_registry.standard import Standard
-    from e2e_registry.tolerance import Policies
+def small(folder: str, count: str) -> dict[str, float]:
+    """Time opening, verifying and comparing many small standards in one process, imports included."""
 
     def action() -> None:
+        import e2e_registry.comparison as comparison
+        from e2e_registry.standard import Standard
+        from e2e_registry.tolerance import Policies
+
         for number in range(int(count)):
             sides = (Standard(Path(folder) / f"{side}{number}.parquet").batches() for side in "ab")
             result = comparison.compare(*sides, policies=Policies(judge_all=True))
@@ -89,46 +130,58 @@ def small(folder: str, count: int) -> dict[str, float]:
     return _timed(action)
 
 
-def recorder(calls: int) -> dict[str, float]:
-    """Return microseconds a torch scalar in batches of ten: this recorder, SummaryWriter, json.dumps, item() alone."""
+def recorder(calls: str) -> dict[str, float]:
+    """Return microseconds a torch scalar, logged in batches of ten, of four ways to keep it.
+
+    This recorder; ``json.dumps`` lines into a buffered file; ``item()``, which keeps nothing; TensorBoard's
+    SummaryWriter. Medians over blocks that take turns.
+    """
     import torch
     from torch.utils.tensorboard import SummaryWriter
 
     from e2e_registry import MetricRecorder
 
     generator = torch.Generator().manual_seed(0)
-    scalars = {f"train/metric_{i}": torch.randn((), generator=generator) for i in range(10)}
-    calls = int(calls)
+    scalars = {f"train/metric_{number}": torch.randn((), generator=generator) for number in range(10)}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        MetricRecorder(run_dir=Path(folder, "run")) as ours,
+        SummaryWriter(str(Path(folder, "board"))) as board,
+        Path(folder, "lines.jsonl").open("w") as lines,
+    ):
 
-    def per_scalar(action: Callable[[int], None], number: int) -> float:
-        action(0)
-        begin = time.perf_counter()
-        for step in range(1, number + 1):
-            action(step)
-        return (time.perf_counter() - begin) / (number * len(scalars)) * 1e6
-
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as sink:
-        with MetricRecorder(run_dir=Path(folder) / "run") as ours:
-            figures = {"recorder_us": per_scalar(lambda step: ours.log(scalars, step=step), calls)}
-        writer = SummaryWriter(str(Path(folder) / "board"))
-
-        def board(step: int) -> None:
-            for name, scalar in scalars.items():
-                writer.add_scalar(name, scalar, step)
+        def log(step: int) -> None:
+            ours.log(scalars, step=step)
 
         def dumps(step: int) -> None:
             line = {"step": step, **{name: scalar.item() for name, scalar in scalars.items()}}
-            sink.write(json.dumps(line) + "\n")
+            lines.write(json.dumps(line) + "\n")
 
         def items(step: int) -> None:
             for scalar in scalars.values():
                 scalar.item()
 
-        figures["summary_writer_us"] = per_scalar(board, max(calls // 20, 10))
-        figures["json_dumps_us"] = per_scalar(dumps, calls)
-        figures["item_us"] = per_scalar(items, calls)
-        writer.close()
-    return figures
+        def add_scalars(step: int) -> None:
+            for name, scalar in scalars.items():
+                board.add_scalar(name, scalar, step)
+
+        figures = _by_turns({"recorder_us": log, "json_dumps_us": dumps, "item_us": items}, int(calls))
+        # Alone and last, since its thread goes on writing after a call has returned.
+        figures |= _by_turns({"summary_writer_us": add_scalars}, int(calls) // 10)
+    return {name: seconds / len(scalars) * 1e6 for name, seconds in figures.items()}
+
+
+def _by_turns(ways: dict[str, Callable[[int], None]], calls: int) -> dict[str, float]:
+    """Return the median seconds of one call of each way, over blocks of calls that take turns."""
+    calls = max(calls // _BLOCKS, 1)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for block in range(_BLOCKS + 1):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            for step in range(block * calls, (block + 1) * calls):
+                way(step)
+            times[name].append((time.perf_counter() - begin) / calls)
+    return {name: statistics.median(found[1:]) for name, found in times.items()}  # the first block warms up
 
 
 MEASURES: dict[str, Callable[..., dict[str, float]]] = {

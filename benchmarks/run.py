@@ -1,9 +1,9 @@
 """Speed and memory of the registry, as ratios against named alternatives in one run.
 
-``python benchmarks/run.py`` takes a few minutes; ``--quick`` a fraction of the points; ``--full`` runs the slow
-alternatives on all points instead of scaling a share of them up; ``--json`` prints one object whose list ``targets``
-holds name, figure, bound and whether it holds. Figures are medians of runs that alternate with those of the
-alternative, so that a machine that changes its speed changes both.
+``python benchmarks/run.py`` takes a few minutes; ``--quick`` compares a tenth of the points; ``--full`` runs the slow
+alternatives on all points instead of scaling a share of them up; ``--json`` prints one object, whose list ``targets``
+holds name, figure, bound, whether it is an upper bound, and whether it holds. Alternatives take turns, and a ratio is
+the median of the ratios of the turns, so that a machine that changes its speed changes both sides.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import workloads
 
 HERE = Path(__file__).resolve().parent
 
+Figures = dict[str, float]
+
 
 @dataclass(frozen=True)
 class Target:
@@ -39,10 +41,25 @@ class Target:
         """Whether the bound is kept."""
         return self.figure <= self.bound if self.at_most else self.figure >= self.bound
 
+    @property
+    def line(self) -> str:
+        """The target as the report shows it."""
+        bound = f"{'<=' if self.at_most else '>='} {self.bound:g}"
+        return f"{'holds' if self.holds else 'MISSED':>6}  {self.name}: {self.figure:.3g} ({bound})"
+
 
 @dataclass(frozen=True)
 class Size:
-    """How much is compared."""
+    """How much is measured.
+
+    Attributes:
+        metrics: Series of the large standards.
+        steps: Points of each of them.
+        share: The slow alternatives get one point in so many, and their time is scaled up.
+        repeats: Turns.
+        small: How many small standards.
+        calls: ``log()`` calls of ten scalars.
+    """
 
     metrics: int
     steps: int
@@ -55,35 +72,60 @@ class Size:
 SIZES = {
     "usual": Size(200, 100_000, 20, 5, 200, 20_000),
     "quick": Size(200, 10_000, 4, 3, 200, 5_000),
-    "smoke": Size(4, 400, 1, 1, 3, 50),
+    "smoke": Size(4, 400, 2, 1, 3, 50),
 }
 
 
-def measure(name: str, *arguments: object) -> dict[str, float]:
+def measure(name: str, *arguments: object) -> Figures:
     """Run one measurement in a process of its own."""
     command = [sys.executable, str(HERE / "measures.py"), name, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name} failed: {done.stderr or done.stdout}")
-    found: dict[str, float] = json_module.loads(done.stdout)
+    found: Figures = json_module.loads(done.stdout)
     return found
 
 
-def alternating(repeats: int, *measurements: tuple[object, ...]) -> list[dict[str, float]]:
-    """Run several measurements in turn and return the medians of each one's figures."""
-    rounds = [[measure(*map(str, arguments)) for arguments in measurements] for _ in range(repeats)]
-    return [
-        {figure: statistics.median(found[at][figure] for found in rounds) for figure in rounds[0][at]}
-        for at in range(len(measurements))
-    ]
+class Turns:
+    """Measurements that took turns, each in a process of its own.
+
+    Args:
+        repeats: Turns.
+        measurements: Name to the measurement's name in ``measures.py`` and its arguments.
+    """
+
+    def __init__(self, repeats: int, measurements: dict[str, tuple[object, ...]]) -> None:
+        self.rounds = [
+            {name: measure(*map(str, arguments)) for name, arguments in measurements.items()} for _ in range(repeats)
+        ]
+
+    @property
+    def medians(self) -> dict[str, Figures]:
+        """Name to the median of each figure."""
+        first = self.rounds[0]
+        return {
+            name: {figure: statistics.median(turn[name][figure] for turn in self.rounds) for figure in first[name]}
+            for name in first
+        }
+
+    def ratio(self, over: str, under: str) -> float:
+        """Return the median over the turns of the time of one over that of the other."""
+        return statistics.median(turn[over]["seconds"] / turn[under]["seconds"] for turn in self.rounds)
 
 
 class Benchmark:
     """All measurements at one size, in one temporary folder."""
 
     def __init__(self, size: Size, folder: Path, *, is_full: bool) -> None:
-        self.size, self.folder, self.is_full = size, folder, is_full
-        self.figures: dict[str, Any] = {"points": size.metrics * size.steps}
+        self.size, self.folder = size, folder
+        self.share = 1 if is_full else size.share
+        self.flip = size.metrics * 3 // 4
+        self.figures: dict[str, Any] = {
+            "points": size.metrics * size.steps,
+            "points_of_slow_alternatives": size.metrics * (size.steps // self.share),
+            "cpus": os.cpu_count(),
+            "load_before": os.getloadavg()[0],
+        }
         self.targets: list[Target] = []
 
     def run(self) -> None:
@@ -92,115 +134,135 @@ class Benchmark:
         self.recorder()
         self.cold()
         self.small()
+        self.figures["load_after"] = os.getloadavg()[0]
 
     def path(self, name: str) -> Path:
         """Return where a file of the benchmark lies."""
         return self.folder / f"{name}.parquet"
 
-    def large(self) -> None:
-        """The large comparison, its alternatives, its variants and its memory."""
-        size, last = self.size, self.size.metrics * 3 // 4
-        want = workloads.write(self.path("want"), size.metrics, size.steps)
-        got = workloads.write(self.path("got"), size.metrics, size.steps, flip=last)
-        ours, both = alternating(size.repeats, ("compare", got, want, "mismatch"), ("read_both", got, want))
-        pandas, plain = self.slow_alternatives(last)
-        seconds = ours["seconds"]
-        self.figures |= {"compare": ours, "read_both": both, "pandas_s": pandas, "json_s": plain}
-        self.targets += [
-            Target("times faster than pandas.testing.assert_frame_equal", pandas / seconds, 80, at_most=False),
-            Target("times faster than a JSON load-and-loop", plain / seconds, 1, at_most=False),
-            Target("time over reading both files whole", seconds / both["seconds"], 1),
-        ]
-        self.memory(ours["peak_mb"])
-        self.variants(got, want, last)
+    def turns(self, measurements: dict[str, tuple[object, ...]], repeats: int | None = None) -> Turns:
+        """Let measurements take turns and keep the medians."""
+        found = Turns(repeats or self.size.repeats, measurements)
+        self.figures |= found.medians
+        return found
 
-    def slow_alternatives(self, last: int) -> tuple[float, float]:
-        """Return seconds of pandas and of the JSON loop; of a share of the points, scaled up, unless ``--full``."""
+    def large(self) -> None:
+        """The large comparison, its alternatives, its memory and its variants."""
         size = self.size
-        share = 1 if self.is_full else size.share
-        steps = size.steps // share
-        want = workloads.write(self.path("share_want"), size.metrics, steps)
-        got = workloads.write(self.path("share_got"), size.metrics, steps, flip=last)
+        want = workloads.write(self.path("want"), size.metrics, size.steps)
+        got = workloads.write(self.path("got"), size.metrics, size.steps, flip=self.flip)
+        found = self.turns({"compare": ("compare", got, want, "1,0"), "read_both": ("read_both", got, want)})
+        self.slow_alternatives(found.medians["compare"]["seconds"])
+        ratio = found.ratio("compare", "read_both")
+        self.targets.append(Target("comparison: time over reading both files whole", ratio, 1))
+        self.memory(found.medians["compare"]["peak_mb"])
+        self.variants(got, want)
+
+    def slow_alternatives(self, seconds: float) -> None:
+        """Measure pandas and a JSON loop on a share of the points, scaled up, unless ``--full``."""
+        metrics, steps = self.size.metrics, self.size.steps // self.share
+        want = workloads.write(self.path("share_want"), metrics, steps)
+        got = workloads.write(self.path("share_got"), metrics, steps, flip=self.flip)
         golden = [
-            workloads.write_json(self.folder / f"{name}.json", size.metrics, steps, flip=flip)
-            for name, flip in (("got", last), ("want", None))
+            workloads.write_json(self.folder / f"{name}.json", metrics, steps, flip=flip)
+            for name, flip in (("got", self.flip), ("want", None))
         ]
-        self.figures["share_of_points_for_slow_alternatives"] = 1 / share
-        pandas, plain = alternating(1, ("pandas_exact", got, want), ("json_loop", *golden))
-        return pandas["seconds"] * share, plain["seconds"] * share
+        measurements: dict[str, tuple[object, ...]] = {
+            "pandas_values": ("pandas_exact", got, want, "values"),
+            "pandas_all_columns": ("pandas_exact", got, want, "all"),
+            "pandas_equal_files": ("pandas_exact", want, want, "values"),
+            "json_loop": ("json_loop", *golden),
+        }
+        medians = self.turns(measurements, 1 if self.share == 1 else min(self.size.repeats, 3)).medians
+        times = {name: medians[name]["seconds"] * self.share / seconds for name in measurements}
+        self.figures["times_faster_than"] = times
+        for name, alternative in (("pandas_values", "pandas.testing.assert_frame_equal"), ("json_loop", "a JSON loop")):
+            bound = 80 if name == "pandas_values" else 1
+            target = Target(f"comparison: times faster than {alternative}", times[name], bound, at_most=False)
+            self.targets.append(target)
 
     def memory(self, peak: float) -> None:
         """Peak memory: at all points, at a quarter of them, and with all of them in one series."""
-        size = self.size
-        quarter = [workloads.write(self.path(f"quarter{i}"), size.metrics, size.steps // 4) for i in range(2)]
-        single = [workloads.write(self.path(f"single{i}"), 1, size.metrics * size.steps) for i in range(2)]
-        (small,) = alternating(1, ("compare", *quarter, "match"))
-        (long,) = alternating(1, ("compare", *single, "match"))
-        self.figures |= {"quarter": small, "one_series": long}
+        metrics, steps = self.size.metrics, self.size.steps
+        quarter = [workloads.write(self.path(f"quarter{side}"), metrics, steps // 4) for side in "ab"]
+        single = [workloads.write(self.path(f"single{side}"), 1, metrics * steps) for side in "ab"]
+        measurements: dict[str, tuple[object, ...]] = {
+            "compare_quarter": ("compare", *quarter, "0,0"),
+            "compare_one_series": ("compare", *single, "0,0"),
+        }
+        medians = self.turns(measurements, min(self.size.repeats, 3)).medians
+        base, longest = (medians[name]["peak_mb"] for name in measurements)
         self.targets += [
-            Target("peak memory, MB", max(peak, long["peak_mb"]), 400),
-            Target("peak memory over that at a quarter of the points", peak / small["peak_mb"], 1.25),
+            Target("comparison: peak memory, MB", peak, 400),
+            Target("comparison: peak memory with all points in one series, MB", longest, 400),
+            Target("comparison: peak memory over that at a quarter of the points", max(peak, longest) / base, 1.25),
         ]
 
-    def variants(self, got: Path, want: Path, last: int) -> None:
+    def variants(self, got: Path, want: Path) -> None:
         """The same rows in other layouts, against the aligned comparison."""
-        size = self.size
-        found = {"missing step": workloads.write(self.path("missing"), size.metrics, size.steps, flip=last, drop=0)}
-        for rows in (1_000, 10_000, size.metrics * size.steps):
-            target = self.path(f"rows{rows}")
-            found[f"row groups of {rows:,}"] = workloads.rewrite_row_groups(got, target, rows)
-        found["permuted dictionaries"] = workloads.rewrite_dictionaries(got, self.path("permuted"))
-        measurements = [("compare", path, want, "mismatch") for path in (got, *found.values())]
-        aligned, *others = alternating(min(size.repeats, 3), *measurements)
-        for name, figures in zip(found, others, strict=True):
-            self.figures[name] = figures
-            self.targets.append(
-                Target(f"{name}: time over the aligned one", figures["seconds"] / aligned["seconds"], 3)
-            )
+        metrics, steps = self.size.metrics, self.size.steps
+        missing = workloads.write(self.path("missing"), metrics, steps, flip=self.flip, is_missing=True)
+        found = {"a missing step": (missing, f"1,{metrics}")}
+        for rows in (1_000, 10_000, metrics * steps):
+            found[f"row groups of {rows:,}"] = workloads.rewrite_row_groups(got, self.path(f"rows{rows}"), rows), "1,0"
+        found["permuted dictionaries"] = workloads.rewrite_dictionaries(got, self.path("permuted")), "1,0"
+        measurements: dict[str, tuple[object, ...]] = {"aligned": ("compare", got, want, "1,0")}
+        measurements |= {name: ("compare", path, want, expected) for name, (path, expected) in found.items()}
+        turns = self.turns(measurements, min(self.size.repeats, 3))
+        for name in found:
+            self.targets.append(Target(f"{name}: time over the aligned one", turns.ratio(name, "aligned"), 3))
 
     def recorder(self) -> None:
         """The recorder against what people use."""
-        (figures,) = alternating(min(self.size.repeats, 3), ("recorder", self.size.calls))
-        self.figures["recorder"] = figures
-        self.targets.append(Target("recorder, microseconds a torch scalar", figures["recorder_us"], 3))
+        figures = self.turns({"recorder": ("recorder", self.size.calls)}, min(self.size.repeats, 3)).medians["recorder"]
         ratio = figures["summary_writer_us"] / figures["recorder_us"]
-        self.targets.append(Target("recorder: times faster than SummaryWriter", ratio, 1, at_most=False))
+        self.targets += [
+            Target("recorder: microseconds a torch scalar", figures["recorder_us"], 3),
+            Target("recorder: times faster than SummaryWriter", ratio, 1, at_most=False),
+        ]
 
     def cold(self) -> None:
         """A whole ``compare`` of two small standards, against importing pyarrow.parquet and nothing else."""
-        a, b = (workloads.write(self.path(f"cold_{side}"), 20, 4) for side in "ab")
-        compare = [sys.executable, "-m", "e2e_registry", "compare", str(a), "--against", str(b)]
+        want = workloads.write(self.path("cold_want"), 20, 4)
+        got = workloads.write(self.path("cold_got"), 20, 4, flip=10)
+        arguments = ["compare", str(got), "--against", str(want)]
+        ours = [sys.executable, "-m", "e2e_registry", *arguments]
         bare = [sys.executable, "-c", "import pyarrow.parquet"]
-        rounds = 4 * self.size.repeats + 1
-        times = [(wall_seconds(compare), wall_seconds(bare)) for _ in range(rounds)]
-        ours, theirs = (statistics.median(column) for column in zip(*times, strict=True))
-        self.figures |= {"cold_compare_s": ours, "bare_import_s": theirs}
-        self.targets.append(Target("cold compare over importing pyarrow.parquet", ours / theirs, 2.6))
-        loaded = loaded_modules(compare[2:])
-        self.targets.append(Target("pandas modules loaded by a cold compare", float("pandas" in loaded), 0))
+        times = [(wall_seconds(ours, 1), wall_seconds(bare, 0)) for _ in range(4 * self.size.repeats + 1)]
+        self.figures["cold_compare_s"], self.figures["bare_import_s"] = (
+            statistics.median(column) for column in zip(*times, strict=True)
+        )
+        ratio = statistics.median(one / other for one, other in times)
+        loads_pandas = "pandas" in loaded_packages(arguments)
+        self.targets += [
+            Target("cold compare: time over importing pyarrow.parquet", ratio, 2.6),
+            Target("cold compare: packages loaded that are pandas", int(loads_pandas), 0),
+        ]
 
     def small(self) -> None:
         """Many small standards in one process."""
         for number in range(self.size.small):
             for side in "ab":
                 workloads.write(self.path(f"{side}{number}"), 20, 4)
-        (figures,) = alternating(min(self.size.repeats, 3), ("small", self.folder, self.size.small))
-        self.figures["small"] = figures
-        self.targets.append(Target(f"{self.size.small} small standards, seconds", figures["seconds"], 1.5))
+        turns = self.turns({"small": ("small", self.folder, self.size.small)}, min(self.size.repeats, 3))
+        seconds = turns.medians["small"]["seconds"]
+        self.targets.append(Target(f"{self.size.small} small standards: seconds in one process", seconds, 1.5))
 
 
-def wall_seconds(command: list[str]) -> float:
+def wall_seconds(command: list[str], exit_code: int) -> float:
     """Return the wall time of one process."""
     begin = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
-    return time.perf_counter() - begin
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - begin
+    if done.returncode != exit_code:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
+    return seconds
 
 
-def loaded_modules(arguments: list[str]) -> set[str]:
+def loaded_packages(arguments: list[str]) -> set[str]:
     """Return the top-level modules that a command of this package has loaded at its end."""
     code = "import sys; from e2e_registry.cli.app import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
-    command = [sys.executable, "-c", code, *arguments[1:]]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
     return {name.split(".")[0] for name in done.stderr.split()}
 
 
@@ -216,15 +278,11 @@ def main(
         benchmark = Benchmark(size, Path(folder), is_full=full)
         benchmark.run()
     targets = [{**asdict(target), "holds": target.holds} for target in benchmark.targets]
-    load = os.getloadavg()[0]
     if json:
-        typer.echo(json_module.dumps({"load": load, "figures": benchmark.figures, "targets": targets}, indent=1))
+        typer.echo(json_module.dumps({"figures": benchmark.figures, "targets": targets}, indent=1))
     else:
-        typer.echo(f"{benchmark.figures['points']:,} points, load {load:.1f}")
         for target in benchmark.targets:
-            sign = "<=" if target.at_most else ">="
-            mark = "holds" if target.holds else "MISSED"
-            typer.echo(f"{mark:>6}  {target.name}: {target.figure:.3g} ({sign} {target.bound:g})")
+            typer.echo(target.line)
         typer.echo(json_module.dumps(benchmark.figures, indent=1))
     if not smoke and not all(target.holds for target in benchmark.targets):
         raise typer.Exit(1)

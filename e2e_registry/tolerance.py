@@ -18,8 +18,12 @@ Reduction = Literal["median", "mean", "last"]
 def _check_bound(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name} must be a number, not {value!r}")
-    if math.isnan(value) or math.isinf(value):
-        raise UsageError(f"{name}={value!r} is not a bound: it must be finite")
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:  # an int beyond every float
+        is_finite = False
+    if not is_finite:
+        raise UsageError(f"{name} is not a bound: it must be finite, and {value!r:.40} is not")
     if value < 0:
         raise UsageError(f"{name}={value!r} is negative")
 

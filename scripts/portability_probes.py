@@ -320,8 +320,12 @@ STATISTICS: ByDtype = {
     "normalize": lambda d: functional.normalize(matrix(d)),
     "softmax gradient": lambda d: with_gradients(lambda x: x.softmax(-1) ** 2, matrix(d)),
     "log_softmax gradient": lambda d: with_gradients(lambda x: x.log_softmax(-1) ** 2, matrix(d)),
-    "index_add": lambda d: torch.zeros(50, 37, dtype=DTYPES[d]).index_add(0, _SCATTERED, matrix(d).t()),
-    "scatter_add": lambda d: torch.zeros(50, dtype=DTYPES[d]).scatter_add(0, _SCATTERED, matrix(d)[0]),
+    "index_add": lambda d: torch.zeros(50, 37, dtype=DTYPES[d]).index_add(
+        0, _SCATTERED, matrix(d).t()
+    ),  # e2e: allow DET012 -- probed on one CPU thread
+    "scatter_add": lambda d: torch.zeros(50, dtype=DTYPES[d]).scatter_add(
+        0, _SCATTERED, matrix(d)[0]
+    ),  # e2e: allow DET012 -- probed on one CPU thread
 }
 DISTANCES: ByDtype = {
     "cdist(2) small": lambda d: torch.cdist(points(d)[:5], points(d)[9:15]),
@@ -333,7 +337,9 @@ DISTANCES: ByDtype = {
     "dist": lambda d: torch.dist(points(d), points(d, "y")),
     "quantile": lambda d: torch.quantile(points(d), 0.3, dim=1),
     "histc": lambda d: torch.histc(points(d), 17),
-    "bincount": lambda d: torch.bincount(torch.arange(3811) % 13, points(d).flatten()),
+    "bincount": lambda d: torch.bincount(
+        torch.arange(3811) % 13, points(d).flatten()
+    ),  # e2e: allow DET012 -- probed on one CPU thread
     "linspace, logspace": lambda d: [f(-1.3, 2.7, 1001, dtype=DTYPES[d]) for f in (torch.linspace, torch.logspace)],
 }
 

@@ -226,7 +226,7 @@ def _reason(error: Exception) -> str:
 def _numpy_globals() -> list[Any]:
     """Return what the pickle of an array calls: NumPy's generator states are often saved beside torch's."""
     multiarray = import_module("numpy._core.multiarray")
-    classes = {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OSUVMm"}
+    classes = dict.fromkeys(type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OSUVMm")
     allowed: list[Any] = [multiarray._reconstruct, multiarray.scalar, np.ndarray, np.dtype, *classes]
     # Pickles of NumPy 1 name the same functions by their former place.
     older = [(function, f"numpy.core.multiarray.{function.__name__}") for function in allowed[:2]]

@@ -131,7 +131,8 @@ def measure_seeds(
         for (name, workload), side in zip(workloads.items(), sides, strict=True):
             on_stage(f"seed {seed} ({at + 1} of {len(seeds)}), {name}")
             side.append(_fresh_run(workload, seed, settings, options, on_line))
-    return _result(baseline.label, label, sides, options)
+    warnings = [warning for side in sides for warning in _unlike(side, is_fresh=True)]
+    return _result(baseline.label, label, sides, options, warnings)
 
 
 def compare_kept_runs(
@@ -262,11 +263,15 @@ def _check_distinct(runs: Sequence[_SeedRun]) -> None:
             seen[run.seed] = run.label
 
 
-def _unlike(runs: Sequence[_SeedRun]) -> list[str]:
-    """Say which runs of one set differ in more than their seed: their spread would not be the seed's."""
+def _unlike(runs: Sequence[_SeedRun], *, is_fresh: bool = False) -> list[str]:
+    """Say which runs of one set differ in more than their seed: their spread would not be the seed's.
+
+    Fresh runs were asked for the same, wherever in their arguments the seed went; but somebody may have edited the
+    source meanwhile.
+    """
     warnings = []
     for run in runs[1:]:
-        changes = list(map(str, _changes(runs[0], run)))
+        changes = [str(change) for change in _changes(runs[0], run) if not (is_fresh and change.group == "recipe")]
         if changes:
             warnings.append(f"{run.label} differs from {runs[0].label} in more than the seed: {'; '.join(changes)}")
     return warnings

@@ -25,7 +25,7 @@ def adopt(
     from e2e_registry.reports.console import make_console
     from e2e_registry.reports.recording import print_change
 
-    settings = options.settings()
+    settings = options.settings(test)
     registration = find_test(settings, test)
     result = adopt_run(registration, settings, run, allow_unknown_state=allow_unknown_state, reason=reason)
     if json:

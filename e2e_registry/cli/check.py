@@ -24,7 +24,7 @@ def check(
     from e2e_registry.operations.selection import select
     from e2e_registry.reports.console import make_console, print_assessment, print_summary
 
-    settings = options.settings()
+    settings = options.settings(test[0] if test else None)
     try:
         registrations = select(settings, tests=test or (), suite=suite, everything=all_, nightly=nightly)
     except NothingSelectedError:

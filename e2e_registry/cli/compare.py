@@ -38,7 +38,7 @@ def _assess(run: Path, against: Path | None, test: str | None) -> Assessment:
     from e2e_registry.errors import UsageError
     from e2e_registry.operations.compare import compare_sides, compare_with_test, open_side
 
-    settings = options.settings()
+    settings = options.settings(test)
     if test is not None:
         return compare_with_test(run, against, test, settings)
     if against is None:

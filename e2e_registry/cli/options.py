@@ -24,8 +24,9 @@ Reason = Annotated[str | None, typer.Option("--reason", help="Why; kept in the s
 AllowEmpty = Annotated[bool, typer.Option("--allow-empty", help="Succeed when nothing is selected or all is skipped.")]
 
 
-def settings() -> Settings:
-    """Return the settings that hold for the current folder."""
+def settings(test: str | None = None) -> Settings:
+    """Return the settings that hold for a test file, where one is named and there, else for the current folder."""
     from e2e_registry.config import load_settings
 
-    return load_settings(Path.cwd())
+    is_file = test is not None and Path(test).is_file()
+    return load_settings(Path(test) if test is not None and is_file else Path.cwd())

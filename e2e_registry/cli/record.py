@@ -38,7 +38,7 @@ def record(
     from e2e_registry.reports.console import make_console
     from e2e_registry.reports.recording import print_change
 
-    settings = options.settings()
+    settings = options.settings(test[0] if test else None)
     registrations = select(settings, tests=test or (), suite=suite, everything=all_, nightly=nightly)
     if list_only:
         _list(registrations, settings, as_json=json)

@@ -30,7 +30,7 @@ def run(
 
     if (test is None) == (not command):
         raise UsageError("say what to run: --test FILE, or a command after --")
-    settings = options.settings()
+    settings = options.settings(test)
     if test is not None:
         registration = find_test(settings, test)
         with progress(registration.test_id) as on_line:

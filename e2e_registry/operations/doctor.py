@@ -33,7 +33,7 @@ from e2e_registry.operations.running import (
     unpinned_environment,
 )
 from e2e_registry.operations.standards import display_path
-from e2e_registry.operations.state_hook.sitecustomize import RUN_VARIABLE
+from e2e_registry.operations.state_hook.sitecustomize import MARKER, RUN_VARIABLE
 from e2e_registry.recording.layout import RUN_FILE, STATE_FILE
 from e2e_registry.registration import Registration
 
@@ -270,7 +270,7 @@ def _diagnosis(
 ) -> Diagnosis:
     known = get_profile(profile)
     processes = list(_processes(run))
-    judged = _judged(processes, run)
+    judged = list(_judged(processes, run))
     others = [process.name for process in processes if process not in judged and process.state is not None]
     failure = str((run.outcome or {}).get("explanation", "failed")) if run.has_failed else None
     return Diagnosis(
@@ -284,21 +284,29 @@ def _diagnosis(
     )
 
 
-def _judged(processes: Sequence[_Process], run: ObservedRun) -> list[_Process]:
-    """Choose the processes that train: those that log if they left their states, else those with a framework loaded."""
+def _judged(processes: Sequence[_Process], run: ObservedRun) -> Iterator[_Process]:
+    """Choose the processes that train: those that log if they left their states, else those with a framework loaded.
+
+    In the second case nobody says who trains, so a process that left nothing may be the one.
+    """
     writers = [process for process in processes if process.observed is None]
-    if any(process.state is not None for process in writers):
-        return writers
     observed = [process for process in processes if process.observed is not None]
-    if not observed:
-        return writers or [_unknown(run)]
+    if any(process.state is not None for process in writers):
+        yield from writers
+        return
     choices = (
         [process for process in observed if process.may_train],
         [process for process in observed if process.loads(SOFTWARE) and not at(process.observed, "is_data_worker")],
         [process for process in observed if process.is_root],
     )
-    chosen = next((choice for choice in choices if choice), observed)
-    return chosen if any(process.is_root for process in observed) else [*chosen, _unknown(run)]
+    yield from next((choice for choice in choices if choice), observed or writers)
+    silent = sum(entry.name.startswith(MARKER) for entry in run.path.iterdir())
+    is_root_missing = not any(process.is_root for process in observed)
+    if is_root_missing and (observed or silent or not writers):
+        yield _unknown(run)
+    if silent > is_root_missing:
+        others = silent - is_root_missing
+        yield _Process(f"{others} other Python {'process' if others == 1 else 'processes'}", None, None)
 
 
 def _unknown(run: ObservedRun) -> _Process:

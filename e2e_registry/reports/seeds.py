@@ -81,15 +81,20 @@ def _sd_text(sample: Sample) -> str:
 
 def number_text(value: float, spread: float) -> str:
     """Write a number with one digit more than its spread leaves certain, and at least four."""
-    if value == 0 or spread == 0 or not math.isfinite(spread):
+    if value == 0 or spread == 0:
         return f"{value:.6g}"
-    digits = math.floor(math.log10(abs(value))) - math.floor(math.log10(spread)) + 2
-    return f"{value:.{min(max(digits, 4), 15)}g}"
+    return f"{value:#.{min(max(_digits(value, spread), 4), 15)}g}".rstrip(".")
 
 
 def _signed(value: float, spread: float) -> str:
-    digits = 3 if value == 0 or spread == 0 else math.floor(math.log10(abs(value))) - math.floor(math.log10(spread)) + 2
-    return f"{value:+.{min(max(digits, 2), 6)}g}"
+    if value == 0 or spread == 0:
+        return f"{value:+.3g}"
+    return f"{value:+#.{min(max(_digits(value, spread), 2), 6)}g}".rstrip(".")
+
+
+def _digits(value: float, spread: float) -> int:
+    """Return the significant digits of a value down to the second digit of its spread."""
+    return math.floor(math.log10(abs(value))) - math.floor(math.log10(spread)) + 2
 
 
 def _sentences(result: SeedsResult) -> list[str]:

@@ -230,6 +230,10 @@ def test_running_the_test_file_checks_that_test(repository: Repository) -> None:
     done = subprocess.run([sys.executable, TEST], cwd=repository.root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "match" in done.stdout
+    elsewhere = subprocess.run(
+        [sys.executable, str(repository.root / TEST)], cwd="/", capture_output=True, text=True, check=False
+    )
+    assert elsewhere.returncode == 0, elsewhere.stderr
     repository.write_recipe("SCALE = 2.0")
     done = subprocess.run([sys.executable, TEST], cwd=repository.root, capture_output=True, text=True, check=False)
     assert done.returncode == 1

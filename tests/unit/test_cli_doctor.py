@@ -147,6 +147,26 @@ def test_children_are_seen_and_the_program_that_trains_is_judged(repository: Rep
     assert not any("SECRET" in state.read_text() for state in run.glob("env.*.json"))
 
 
+def test_a_child_that_is_killed_is_unknown_unless_those_that_train_say_so(repository: Repository) -> None:
+    body = """
+        import os, subprocess, sys
+        if len(sys.argv) == 1:
+            import numpy
+            subprocess.run([sys.executable, __file__, "child"])
+            {record}
+        else:
+            os.kill(os.getpid(), 9)
+    """
+    foreign = repository.cli("doctor", "--pinned", "--json", *script(repository, body.replace("{record}", "")))
+    assert foreign.code == 1
+    assert [process["processes"] for process in foreign.json["judged"]][1] == ["1 other Python process"]
+    assert findings(foreign.json, 1)["state"] == "state-unknown"
+    record = "from e2e_registry import MetricRecorder; MetricRecorder().log({'train/loss': 1.0}, step=0)"
+    logging = repository.cli("doctor", "--pinned", "--json", *script(repository, body.replace("{record}", record)))
+    assert logging.code == 0, logging.out
+    assert [process["processes"] for process in logging.json["judged"]] == [["main rank 0"]]
+
+
 @pytest.mark.slow
 def test_a_launcher_is_not_judged_and_its_ranks_are(repository: Repository) -> None:
     body = """
@@ -258,8 +278,9 @@ def test_the_shell_is_judged_by_what_it_hands_on(
     bare = repository.cli("doctor", "--profile", profile, "--json")
     assert bare.code == 1
     assert findings(bare.json)["OMP_NUM_THREADS"] == "variable-missing"
+    assert findings(bare.json).get("MAMBA_DETERMINISTIC", "not-installed") == "not-installed"
     for name, value in PROFILES[profile].variables.items():
         monkeypatch.setenv(name, value)
     pinned = findings(repository.cli("doctor", "--profile", profile, "--json").json)
-    assert {pinned[variable.name] for variable in PROFILES[profile].pins} <= {"variable-ok", "not-installed"}
+    assert {pinned[variable.name] for variable in PROFILES[profile].pins} == {"variable-ok"}
     assert not repository.runs

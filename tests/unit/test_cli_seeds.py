@@ -36,6 +36,7 @@ with MetricRecorder() as recorder:
     for step in range(4):
         recorder.log_digest("data/batch", b"batch", step=step)
         recorder.log({{"val/acc": final - (3 - step), "train/loss": 1 / (step + 1), "tokens": step}}, step=step)
+        recorder.log({{"train/scale": step if step else math.nan}}, step=step)
 """
 METRICS = ["data/batch", "val/acc", "train/loss"]
 
@@ -162,6 +163,16 @@ def test_runs_that_fail_or_diverge(accuracy: Repository) -> None:
     assert "AssertionError" in failed.err
 
 
+def test_a_source_that_is_edited_between_the_runs_is_told(accuracy: Repository) -> None:
+    path = accuracy.root / "scripts/recipe.py"
+    path.write_text(path.read_text() + "\nif args.seed == 0:\n    open('edited', 'w').close()\n")
+    accuracy.commit()
+    data = seeds(accuracy, "--test", TEST, "--seeds", "0-2")
+    assert len(data["warnings"]) == 2
+    assert all("source_tree" in warning for warning in data["warnings"])
+    assert not seeds(accuracy, "--test", TEST, "--seeds", "0-2")["warnings"], "an argument that holds the seed is none"
+
+
 def test_each_reduction(accuracy: Repository) -> None:
     runs = kept(accuracy, 2)
     for options, expected in (
@@ -176,6 +187,10 @@ def test_each_reduction(accuracy: Repository) -> None:
         assert data["metrics"][0]["baseline"]["values"] == pytest.approx([expected] * 2, rel=1e-15), options
     assert "next to nothing" in data["warnings"][0], "two seeds"
     assert accuracy.cli("seeds", "--runs", *runs, "--metric", "train/loss", "--skip-first", "4").code == 2
+    scale = seeds(accuracy, "--runs", *runs, "--metric", "train/scale")
+    assert scale["metrics"][0]["baseline"]["values"] == [3.0, 3.0], "a NaN before the last value does not reach it"
+    mean = accuracy.cli("seeds", "--runs", *runs, "--metric", "train/scale", "--reduce", "mean")
+    assert (mean.code, "not finite" in mean.err) == (2, True)
 
 
 def test_without_scipy_it_says_what_to_install(accuracy: Repository, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from e2e_registry.comparison import Comparison, Presence, Verdict, check_invariants, compare
 from e2e_registry.dtypes import ALL_DTYPES, BOOL, DIGEST, DTYPES, DType, decode_bits, encode_value
-from e2e_registry.errors import InvalidRunError, RegistrationError
+from e2e_registry.errors import InvalidRunError, RegistrationError, UsageError
 from e2e_registry.series import SeriesKey
 from e2e_registry.tolerance import Invariant, Policies, Tolerance
 
@@ -319,6 +319,12 @@ def test_tolerances_that_do_not_fit_a_dtype_are_refused() -> None:
         policies = Policies(metrics=["n"], tolerances={"n": tolerance})
         with pytest.raises(RegistrationError, match="n"):
             compare(stream(rows[case]), stream(rows[case]), policies=policies)
+
+
+@pytest.mark.parametrize("bound", [-1.0, math.nan, math.inf, 10**400, True, "1e-3"])
+def test_bounds_that_bound_nothing_are_refused(bound: object) -> None:
+    with pytest.raises(UsageError, match="atol"):
+        Tolerance(atol=bound, reason="test")  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------- policies and coverage

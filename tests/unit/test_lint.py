@@ -383,8 +383,8 @@ CLEAN = {
         "both = set(a) & set(b)\nreturn_value = {x for x in both}",
         "def f(set):\n    return list(set(3))",
         "import re\npattern = re.compile('|'.join(set(words)))\nuse(pattern)",
-        "def f(a, b):\n    return list(a - b)",
-        "def f(names: list[str]):\n    return [n for n in names]",
+        "seen = set()\ndef f(a, b):\n    return list(a - b)",
+        "seen = set()\ndef f(names: list[str]):\n    return [n for n in names]",
     ],
     "DET009": [
         "if not torch.equal(text_ids, untruncated):\n    warn()",

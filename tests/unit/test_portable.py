@@ -75,6 +75,12 @@ def test_special_values_come_out_as_torch_gives_them(name: str, dtype: torch.dty
     torch.testing.assert_close(got[finite], want[finite], rtol=4 * torch.finfo(dtype).eps, atol=0.0)
 
 
+def test_logit_clamps_as_torch_does() -> None:
+    x = torch.tensor([-1.0, 0.0, 0.05, 0.3, 1.0, 2.0, math.nan], dtype=torch.float64)
+    for eps in (None, 0.0, 0.1):
+        torch.testing.assert_close(torch.logit(x, eps), torchs_own(lambda eps=eps: torch.logit(x, eps)), equal_nan=True)
+
+
 def ulps(got: float, exact: Any, dtype: torch.dtype) -> Any:
     """Return the distance of ``got`` from the exact value in units in the last place of ``dtype`` there."""
     digits, smallest = (24, -126) if dtype == torch.float32 else (53, -1022)

@@ -4,7 +4,8 @@ Python imports a module of this name by itself when it starts. So programs that 
 read from inside: their state is nowhere else. But for a few environment variables the program finds all as it was:
 this folder leaves ``sys.path`` again, the ``sitecustomize`` that would have been imported is imported next, nothing is
 printed, and no thread is started. The state is read when the interpreter has run the program's own exit handlers, or
-in ``os._exit``. A process that is killed, or was forked rather than started, leaves none.
+in ``os._exit``. A process that is killed leaves a marker alone, which it makes when it starts; one that was forked
+rather than started leaves nothing.
 
 Needs the standard library alone. In a Python too old for the rest of the package it leaves nothing, and does no harm.
 """
@@ -24,6 +25,9 @@ RUN_VARIABLE = "E2E_REGISTRY_OBSERVED_RUN"
 #: Process id of the first observed process of a program; its children inherit it. ``exec`` keeps the id.
 ROOT_VARIABLE = "E2E_REGISTRY_OBSERVED_ROOT"
 
+#: Begins the name of a marker; the process id ends it.
+MARKER = ".observed."
+
 #: A program that starts processes without end must not fill the run directory.
 MAX_STATES = 256
 
@@ -37,9 +41,14 @@ class _Observer:
         self.is_root = os.environ.setdefault(ROOT_VARIABLE, str(self.pid)) == str(self.pid)
         self.is_done = False
         self.exit = os._exit
+        self.marker = os.path.join(run_dir, f"{MARKER}{self.pid}")
 
     def install(self) -> None:
         """Arrange for the state to be left at whichever end the process chooses."""
+        try:
+            os.close(os.open(self.marker, os.O_CREAT | os.O_WRONLY, 0o644))
+        except OSError:
+            return  # the run directory is not there: another machine's, or gone
         atexit.register(self.leave_state)  # the first to register is the last to run
 
         def _exit(status: int) -> None:
@@ -56,6 +65,7 @@ class _Observer:
         self.is_done = True
         try:
             self._write(self._state())
+            os.unlink(self.marker)
         except Exception:  # noqa: BLE001 - there is nobody to tell: the reader finds no state
             return
 
@@ -88,7 +98,7 @@ class _Observer:
     def _known_pids(self) -> Iterator[object]:
         import json
 
-        for name in os.listdir(self.run_dir):
+        for name in sorted(os.listdir(self.run_dir)):
             if name.startswith("env.") and name.endswith(".json"):
                 with open(os.path.join(self.run_dir, name), encoding="utf-8") as file:
                     yield (json.load(file).get("process") or {}).get("pid")
