@@ -14,18 +14,20 @@ The inner hashes are what lets a series longer than memory be verified in the on
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from e2e_registry.dtypes import DTYPES, DType
+from e2e_registry.dtypes import DIGEST, DTYPES, DType
 from e2e_registry.errors import StandardError, UsageError
 from e2e_registry.series import BatchStream, SeriesBatch, SeriesKey, decode_values, iter_series
 from e2e_registry.storage import replacing
@@ -53,8 +55,10 @@ SCHEMA = pa.schema(
     ]
 )
 _NAME_COLUMNS = ["metric", "role", "dtype"]
-#: What a comparison decodes; ``seq`` only where something differs, ``value`` never, since it is derived.
-_COMPARED_COLUMNS = ["metric", "role", "rank", "step", "dtype", "bits", "digest"]
+#: What says which series a row is of; decoded only where the statistics of a row group leave it open.
+_KEY_COLUMNS = ["metric", "role", "rank", "dtype"]
+#: What else a comparison decodes: ``digest`` where there are any, ``seq`` where something differs, ``value`` never.
+_POINT_COLUMNS = ["step", "bits"]
 _ROW_GROUP_ROWS = 1 << 18
 _READ_ROWS = 1 << 17
 
@@ -232,7 +236,7 @@ def _parquet_writer(file: BinaryIO, schema: pa.Schema) -> Any:
         schema,
         compression="zstd",
         use_dictionary=[*_NAME_COLUMNS, "digest"],
-        column_encoding={"step": "DELTA_BINARY_PACKED", "seq": "DELTA_BINARY_PACKED"},
+        column_encoding=dict.fromkeys(["step", "seq", "bits"], "DELTA_BINARY_PACKED"),
     )
 
 
@@ -304,6 +308,7 @@ class Standard:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = _open_parquet(path)
+        self._reading = threading.Lock()
         self._check_schema()
         raw = (self._file.schema_arrow.metadata or {}).get(METADATA_KEY)
         if raw is None:
@@ -334,19 +339,16 @@ class Standard:
     def batches(self) -> Iterator[SeriesBatch]:
         """Stream the series, verifying the content digest on the way.
 
-        Memory does not grow with the number of points: at most one decoded read buffer is held.
+        Memory does not grow with the number of points: two decoded read buffers are held at most.
 
         Raises:
             StandardError: Nulls, unknown dtypes, rows out of order, or a digest that does not fit the rows; the last
                 only once the stream is exhausted.
         """
         digest = ContentDigest(self.metadata.observed)
-        first_row = 0
-        for record_batch in self._record_batches(_COMPARED_COLUMNS):
-            for batch in self._split(record_batch, first_row):
-                digest.update(batch)
-                yield batch
-            first_row += record_batch.num_rows
+        for batch in self._series_batches():
+            digest.update(batch)
+            yield batch
         found = digest.hexdigest()
         if found != self.metadata.content_digest:
             raise StandardError(
@@ -367,44 +369,82 @@ class Standard:
             if have != want and not (pa.types.is_large_string(have) and pa.types.is_string(want)):
                 raise StandardError(f"its column {column.name!r} is {have}, not {want}", where=self.path)
 
-    def _record_batches(self, columns: list[str], row_groups: list[int] | None = None) -> Iterator[pa.RecordBatch]:
-        groups = list(range(self._file.num_row_groups)) if row_groups is None else row_groups
+    def _record_batches(self, columns: list[str], row_groups: Iterable[int] | None = None) -> Iterator[pa.RecordBatch]:
+        groups = range(self._file.num_row_groups) if row_groups is None else row_groups
         try:
-            yield from self._file.iter_batches(_READ_ROWS, groups, columns)
+            batches = self._file.iter_batches(_READ_ROWS, list(groups), columns)
+            while True:
+                with self._reading:  # another thread may be decoding ahead
+                    record_batch = next(batches, None)
+                if record_batch is None:
+                    return
+                yield record_batch
         except _UNREADABLE as error:
             raise StandardError(f"it is damaged: {_first_line(error)}", where=self.path) from error
 
-    def _split(self, record_batch: pa.RecordBatch, first_row: int) -> Iterator[SeriesBatch]:
-        """Cut a record batch where metric, role, rank or dtype changes."""
-        column = dict(zip(_COMPARED_COLUMNS, record_batch.columns, strict=True))
-        metric, role, dtype = (_Names(column[name], name, self.path) for name in _NAME_COLUMNS)
-        rank = self._numbers(column["rank"], "rank", np.int32)
-        steps = self._numbers(column["step"], "step", np.int64)
-        bits = self._numbers(column["bits"], "bits", np.uint64)
-        changed = np.zeros(max(len(steps) - 1, 0), bool)
-        for codes in (metric.codes, role.codes, rank, dtype.codes):
-            changed |= codes[1:] != codes[:-1]
-        starts = [0, *(np.flatnonzero(changed) + 1).tolist()] if len(steps) else []
-        for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True):
-            name = dtype.name_at(start)
-            if name not in DTYPES:
-                raise StandardError(f"row {first_row + start} has the unknown dtype {name!r}", where=self.path)
-            key = SeriesKey(metric.name_at(start), role.name_at(start), int(rank[start]))
-            yield SeriesBatch(
-                key,
-                DTYPES[name],
-                steps[start:stop],
-                bits[start:stop],
-                self._digests(column["digest"], DTYPES[name], start, stop, first_row),
-                self._seq_loader(first_row + start, stop - start),
-            )
+    def _series_batches(self) -> Iterator[SeriesBatch]:
+        """Cut the decoded points where metric, role, rank or dtype changes."""
+        runs = self._runs()
+        # Known first, since decoding `digest` takes long even where it is all null; a file that would need more
+        # memory for it than a read buffer is read as if it held digests.
+        first_runs = list(itertools.islice(runs, _READ_ROWS))
+        has_digests = len(first_runs) == _READ_ROWS or any(run.dtype == DIGEST.name for run in first_runs)
+        runs = itertools.chain(first_runs, runs)
+        row = run_end = 0
+        for record_batch in self._points(has_digests=has_digests):
+            steps = self._numbers(record_batch.column(0), "step", np.int64)
+            bits = self._numbers(record_batch.column(1), "bits", np.uint64)
+            first_row = row
+            while row < first_row + len(steps):
+                if row == run_end:
+                    run = next(runs, None) or self._refuse_counts()
+                    dtype = self._dtype(run, row)
+                    run_end += run.num_rows
+                start, stop = row - first_row, min(run_end - first_row, len(steps))
+                digests = self._digests(record_batch, start, stop, row) if dtype.is_digest else None
+                load_seq = self._seq_loader(row, stop - start)
+                yield SeriesBatch(run.key, dtype, steps[start:stop], bits[start:stop], digests, load_seq)
+                row = first_row + stop
 
-    def _digests(self, column: pa.Array, dtype: DType, start: int, stop: int, first_row: int) -> list[str] | None:
-        if not dtype.is_digest:
-            return None
-        digests = _texts(column.slice(start, stop - start), "digest", self.path)
+    def _refuse_counts(self) -> NoReturn:
+        raise StandardError("it is damaged: its row groups do not hold the rows that they claim", where=self.path)
+
+    def _points(self, *, has_digests: bool) -> Iterator[pa.RecordBatch]:
+        batches = self._record_batches([*_POINT_COLUMNS, "digest"] if has_digests else _POINT_COLUMNS)
+        return batches if self.num_points <= _READ_ROWS else _one_ahead(batches)
+
+    def _runs(self) -> Iterator[_Run]:
+        """Say of all rows, in order, which series they are of.
+
+        Read apart from the points, since dictionary columns come in a batch a row group, however small these are.
+        The statistics of the file would say the same without decoding, but pyarrow ends the process where they are
+        damaged.
+        """
+        for (key, dtype), parts in itertools.groupby(self._decoded_runs(), lambda run: (run.key, run.dtype)):
+            yield _Run(key.metric, key.role, key.rank, dtype, sum(part.num_rows for part in parts))
+
+    def _decoded_runs(self) -> Iterator[_Run]:
+        for record_batch in self._record_batches(_KEY_COLUMNS):
+            column = dict(zip(_KEY_COLUMNS, record_batch.columns, strict=True))
+            metric, role, dtype = (_Names(column[name], name, self.path) for name in _NAME_COLUMNS)
+            rank = self._numbers(column["rank"], "rank", np.int32)
+            changed = np.zeros(max(len(rank) - 1, 0), bool)
+            for codes in (metric.codes, role.codes, rank, dtype.codes):
+                changed |= codes[1:] != codes[:-1]
+            edges = [0, *(np.flatnonzero(changed) + 1).tolist(), len(rank)] if len(rank) else []
+            for start, stop in itertools.pairwise(edges):
+                names = metric.name_at(start), role.name_at(start), int(rank[start]), dtype.name_at(start)
+                yield _Run(*names, stop - start)
+
+    def _dtype(self, run: _Run, row: int) -> DType:
+        if run.dtype not in DTYPES:
+            raise StandardError(f"row {row} has the unknown dtype {run.dtype!r}", where=self.path)
+        return DTYPES[run.dtype]
+
+    def _digests(self, record_batch: pa.RecordBatch, start: int, stop: int, row: int) -> list[str]:
+        digests = _texts(record_batch.column(len(_POINT_COLUMNS)).slice(start, stop - start), "digest", self.path)
         if None in digests:
-            raise StandardError(f"row {first_row + start + digests.index(None)} has no digest", where=self.path)
+            raise StandardError(f"row {row + digests.index(None)} has no digest", where=self.path)
         return digests
 
     def _numbers(self, column: pa.Array, name: str, dtype: type[Any]) -> Any:
@@ -417,23 +457,38 @@ class Standard:
 
     def _read_seq(self, row: int, count: int) -> Int64Array:
         """Decode ``seq`` of ``count`` rows from ``row`` on: the row groups they lie in, and no others."""
-        groups, skip = self._row_groups(row, count)
-        parts = [self._numbers(batch.column(0), "seq", np.int64) for batch in self._record_batches(["seq"], groups)]
-        found: Int64Array = np.concatenate([np.zeros(0, np.int64), *parts])[skip : skip + count]
-        if len(found) != count:
-            raise StandardError("it is damaged: its row groups do not hold the rows that they claim", where=self.path)
-        return found
-
-    def _row_groups(self, row: int, count: int) -> tuple[list[int], int]:
         ends = self._row_group_ends
-        first = int(np.searchsorted(ends, row, "right"))
-        last = int(np.searchsorted(ends, row + count - 1, "right"))
-        return list(range(first, last + 1)), row - int(ends[first - 1] if first else 0)
+        first, last = (int(np.searchsorted(ends, at, "right")) for at in (row, row + count - 1))
+        start = int(ends[first - 1]) if first else 0
+        parts = [np.zeros(0, np.int64)]
+        for batch in self._record_batches(["seq"], range(first, last + 1)):
+            parts.append(self._numbers(batch.column(0), "seq", np.int64)[max(row - start, 0) : row + count - start])
+            start += batch.num_rows
+            if start >= row + count:
+                break
+        found: Int64Array = np.concatenate(parts)
+        if len(found) != count:
+            self._refuse_counts()
+        return found
 
     @cached_property
     def _row_group_ends(self) -> Int64Array:
         meta = self._file.metadata
         return np.cumsum([meta.row_group(i).num_rows for i in range(meta.num_row_groups)], dtype=np.int64)
+
+
+class _Run(NamedTuple):
+    """Rows side by side that are of one series and have one dtype."""
+
+    metric: str
+    role: str
+    rank: int
+    dtype: str
+    num_rows: int
+
+    @property
+    def key(self) -> SeriesKey:
+        return SeriesKey(self.metric, self.role, self.rank)
 
 
 class _Names:
@@ -443,16 +498,27 @@ class _Names:
         if column.null_count:
             raise StandardError(f"its column {name!r} holds nulls", where=path)
         self.codes = _numpy(column.indices, np.int32)
-        self._names: list[str] = _texts(column.dictionary, name, path)
-        if len(self.codes) and not 0 <= self.codes.min() <= self.codes.max() < len(self._names):
+        self.named: list[str] = _texts(column.dictionary, name, path)
+        if len(self.codes) and self.codes.view(np.uint32).max() >= len(self.named):  # a negative one is huge as uint32
             raise StandardError(f"its column {name!r} is damaged: it names values that do not exist", where=path)
 
     def name_at(self, row: int) -> str:
-        name: str = self._names[self.codes[row]]
+        name: str = self.named[self.codes[row]]
         return name
 
     def used(self) -> set[str]:
-        return {self._names[code] for code in np.unique(self.codes)}
+        return {self.named[code] for code in np.unique(self.codes)}
+
+
+def _one_ahead(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield ``batches`` while a thread decodes the next one, which releases the interpreter lock."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as thread:
+        decoded = thread.submit(next, batches, None)
+        while (batch := decoded.result()) is not None:
+            decoded = thread.submit(next, batches, None)
+            yield batch
 
 
 def _texts(column: pa.Array, name: str, path: Path) -> list[Any]:

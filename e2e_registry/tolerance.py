@@ -20,10 +20,10 @@ def _check_bound(name: str, value: object) -> None:
         raise UsageError(f"{name} must be a number, not {value!r}")
     try:
         is_finite = math.isfinite(value)
-    except OverflowError:  # an int beyond every float
-        is_finite = False
+    except OverflowError as error:  # an int beyond every float
+        raise UsageError(f"{name} is too large for a float") from error
     if not is_finite:
-        raise UsageError(f"{name} is not a bound: it must be finite, and {value!r:.40} is not")
+        raise UsageError(f"{name}={value!r} is not a bound: it must be finite")
     if value < 0:
         raise UsageError(f"{name}={value!r} is negative")
 

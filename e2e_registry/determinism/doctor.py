@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from e2e_registry.determinism.portable import PORTABLE_OPERATORS, UNREMEDIED_OPERATORS
 from e2e_registry.determinism.profiles import Profile, Variable, When, get_profile
 from e2e_registry.determinism.variables import ChildEnvironment, State, at, has_loaded, judged_value, pin_difference
 
@@ -224,10 +225,25 @@ def _switches(state: State, profile: Profile) -> Iterator[Finding]:
         message = "cuDNN may pick nondeterministic algorithms"
         yield Finding("cudnn-nondeterministic", Severity.ERROR, "cudnn.deterministic", message, fix=call)
     yield from _precision(torch, profile, call)
+    if profile.name == "cpu-portable":
+        yield from _portable_operators(torch)
     if at(torch, "fill_uninitialized_memory") and at(torch, "deterministic_algorithms"):
         message = "torch.empty fills its memory, which costs time and can hide reads of it"
         fix = "torch.utils.deterministic.fill_uninitialized_memory = False, except for debugging"
         yield Finding("fill-memory", Severity.INFO, "fill_uninitialized_memory", message, fix=fix)
+
+
+def _portable_operators(torch: Any) -> Iterator[Finding]:
+    if at(torch, "portable_operators"):
+        yield Finding("portable-operators-on", Severity.OK, "portable_operators", "on")
+    else:
+        names = ", ".join(operator.name for operator in PORTABLE_OPERATORS)
+        message = f"torch's own kernels of {names} give bits that depend on the CPU's vendor"
+        fix = "call make_deterministic(seed) in the process, or enable_portable_operators()"
+        yield Finding("portable-operators-off", Severity.WARNING, "portable_operators", message, fix=fix)
+    for operator in UNREMEDIED_OPERATORS:
+        message = f"differs between CPUs whatever is set, if it is used; use {operator.instead} instead"
+        yield Finding("unremedied-operator", Severity.INFO, operator.name, message)
 
 
 def _precision(torch: Any, profile: Profile, fix: str) -> Iterator[Finding]:

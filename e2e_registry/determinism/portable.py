@@ -3,9 +3,10 @@
 The profile's pins choose one code path on every CPU, but a few of those paths begin with ``rcpps`` or
 ``rsqrtps``. These instructions return an approximation of a reciprocal (or reciprocal square root) for which the
 architecture only bounds the error: AMD's and Intel's differ in their low bits, and the Newton steps that follow do
-not always hide it. Under ``MKL_CBWR=COMPATIBLE`` MKL takes such paths for the functions below; a disassembly of
-torch's libraries finds the instructions in no other code that the pins can reach, except in what
-:data:`UNREMEDIED_OPERATORS` names.
+not always hide it. Under ``MKL_CBWR=COMPATIBLE`` MKL takes such paths for the functions below. A disassembly of
+torch's libraries finds the instructions in no other baseline code but MKL's sparse triangular solvers, and a trace
+finds that torch's sparse operators do not run those. What differs for other reasons is in
+:data:`UNREMEDIED_OPERATORS`.
 
 :func:`enable_portable_operators` replaces the kernels of these operators for the CPU. The replacement stands below
 autograd and below ``torch._foreach_*``, so derivatives, ``out=`` and in-place forms, and optimizers go through it.
@@ -14,7 +15,7 @@ library's once the profile's ``NPY_DISABLE_CPU_FEATURES`` and ``GLIBC_TUNABLES``
 still depend on the CPU. ``scripts/verify_portable.py`` measures all of it.
 
 The cost, on one thread of an AMD EPYC: about 4 microseconds a call; per element nothing for ``sqrt`` and
-``linalg.cholesky``, about twice as long for float64 and 4 to 9 times for the other functions of float32. A step of
+``linalg.cholesky``, 2 to 3.5 times as long for the other functions of float64 and 4 to 9 times for float32. A step of
 foreach AdamW over 0.8 million parameters took 2 % longer.
 
 Float16 and bfloat16 (computed in float32 by torch's own kernels) and complex tensors keep torch's kernels, which

@@ -108,6 +108,8 @@ def _seed_numpy(seed: int) -> None:
 def make_deterministic(seed: int) -> torch.Generator:
     """Make this process repeat: seeds, cuBLAS workspace, deterministic algorithms. Call it before anything else.
 
+    In a process that was started under ``cpu-portable`` it replaces the operators whose bits depend on the vendor.
+
     Call it before the model is built and before anything touches CUDA. It sets ``CUBLAS_WORKSPACE_CONFIG`` if it
     is unset, but the variable belongs in the environment that the process is started with, as do the others of
     the profile: this function cannot set what a library has read by now
@@ -134,7 +136,7 @@ def make_deterministic(seed: int) -> torch.Generator:
     from e2e_registry.determinism import switches
 
     _set_cublas_workspace(torch)
-    switches.apply()
+    switches.apply(switches.Switches.for_this_process())
     seed_everything(seed)
     generator = torch.Generator()
     generator.manual_seed(_torch_seed(seed))

@@ -256,6 +256,7 @@ def _torch(libraries: Sequence[str]) -> dict[str, Any] | None:
             "bf16": _plain(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
         },
         "num_threads": torch.get_num_threads(),
+        "portable_operators": _portable_operators(),
         "num_interop_threads": torch.get_num_interop_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkl": _mkl(torch, libraries),
@@ -268,6 +269,11 @@ def _torch(libraries: Sequence[str]) -> dict[str, Any] | None:
             "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
         },
     }
+
+
+def _portable_operators() -> bool:
+    portable = sys.modules.get("e2e_registry.determinism.portable")
+    return portable is not None and bool(portable.portable_operators_are_enabled())
 
 
 def _cublas_workspace(torch: Any) -> int | None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from e2e_registry.determinism.portable import enable_portable_operators, portable_operators_are_enabled
 from e2e_registry.determinism.profiles import Profile, get_profile
-from e2e_registry.determinism.state import FULL_PRECISION, flushes_denormals, fp32_precisions
+from e2e_registry.determinism.state import FULL_PRECISION, flushes_denormals, fp32_precisions, initial_environment
 from e2e_registry.errors import UsageError
+
+_PORTABLE = "cpu-portable"
 
 
 class DeterminismError(UsageError):
@@ -38,6 +42,8 @@ class Switches:
             uninitialised memory, and costs time and hides them: off, except for debugging.
         flush_denormal: Whether subnormal numbers are taken for zero.
         num_threads: Threads of torch's CPU operators.
+        portable_operators: Replace the CPU operators whose bits depend on the vendor even under ``cpu-portable``
+            (:mod:`~e2e_registry.determinism.portable`).
     """
 
     deterministic_algorithms: bool | None = True
@@ -47,10 +53,11 @@ class Switches:
     fill_uninitialized_memory: bool | None = False
     flush_denormal: bool | None = False
     num_threads: int | None = None
+    portable_operators: bool | None = None
 
     @staticmethod
     def for_profile(profile: str | Profile, *, debug: bool = False) -> Switches:
-        """Return a profile's switches: the default ones, and on the CPU one thread.
+        """Return a profile's switches: the default ones, on the CPU one thread, and what the profile adds.
 
         Args:
             profile: The profile or its name.
@@ -59,8 +66,24 @@ class Switches:
         Raises:
             UsageError: There is no such profile.
         """
-        threads = get_profile(profile).variables.get("OMP_NUM_THREADS")
-        return Switches(fill_uninitialized_memory=debug, num_threads=None if threads is None else int(threads))
+        profile = get_profile(profile)
+        threads = profile.variables.get("OMP_NUM_THREADS")
+        return Switches(
+            fill_uninitialized_memory=debug,
+            num_threads=None if threads is None else int(threads),
+            portable_operators=True if profile.name == _PORTABLE else None,
+        )
+
+    @staticmethod
+    def for_this_process() -> Switches:
+        """Return the default switches, and portable operators where the process was started under ``cpu-portable``.
+
+        Told by the two pins that choose torch's and MKL's kernels: the operators differ by vendor under these.
+        """
+        started_with = initial_environment() or os.environ
+        pins = get_profile(_PORTABLE).variables
+        is_portable = all(started_with.get(name) == pins[name] for name in ("ATEN_CPU_CAPABILITY", "MKL_CBWR"))
+        return Switches(portable_operators=True if is_portable else None)
 
 
 DEFAULT_SWITCHES = Switches()
@@ -127,6 +150,7 @@ class _Settings:
                 fill_uninitialized_memory=_deterministic(torch).fill_uninitialized_memory,
                 flush_denormal=flushes_denormals(),
                 num_threads=torch.get_num_threads(),
+                portable_operators=portable_operators_are_enabled(),
             ),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.get_float32_matmul_precision(),
@@ -166,6 +190,10 @@ def _set(switches: Switches) -> None:
         torch.set_flush_denormal(switches.flush_denormal)
     if switches.num_threads is not None:
         torch.set_num_threads(switches.num_threads)
+    if switches.portable_operators is True:
+        enable_portable_operators()
+    elif switches.portable_operators is False:
+        enable_portable_operators().disable()
 
 
 def _deterministic(torch: Any) -> Any:

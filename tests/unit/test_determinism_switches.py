@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ from e2e_registry.determinism import (
 from e2e_registry.determinism.relaunch import MARKER
 from e2e_registry.errors import UsageError
 
-EVERYTHING = Switches(num_threads=1)
+EVERYTHING = Switches(num_threads=1, portable_operators=False)
 
 
 @pytest.fixture(autouse=True)
@@ -265,3 +266,30 @@ def test_a_variable_is_late_once_its_reader_has_started(code: str, late: Mapping
         timeout=60,
     )
     assert json.loads(done.stdout) == late, done.stderr
+
+
+def test_the_portable_profile_replaces_the_operators_that_differ_by_vendor() -> None:
+    x = torch.rand(512, dtype=torch.float64)
+    apply("cpu-portable")
+    assert torch_state()["portable_operators"] is True
+    assert x.sqrt().numpy().tobytes() == numpy.sqrt(x.numpy()).tobytes()
+    apply(Switches(portable_operators=False))
+    assert torch_state()["portable_operators"] is False
+
+
+STARTED = """
+import torch
+from e2e_registry.determinism import make_deterministic
+from e2e_registry.determinism.portable import portable_operators_are_enabled
+make_deterministic(0)
+print(portable_operators_are_enabled())
+"""
+
+
+def test_a_process_started_under_the_portable_profile_gets_them_by_itself() -> None:
+    for profile, expected in (("cpu-portable", "True"), ("cpu-native", "False")):
+        environment = dict(child_environment(profile, caller={}).variables) | {"PATH": os.environ["PATH"]}
+        done = subprocess.run(
+            [sys.executable, "-c", STARTED], env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == expected

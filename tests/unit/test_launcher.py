@@ -230,6 +230,8 @@ def test_facts_may_not_pose_as_the_launchers(tmp_path: Path) -> None:
 def test_the_recipe_gets_its_environment_and_nothing_else_of_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in [name for name in os.environ if name.startswith("RAY_")]:  # an earlier test may have loaded Ray
+        monkeypatch.delenv(name)
     for name in ("RAY_ADDRESS", "RAY_STATED", "RAY_KEPT", "E2E_REGISTRY_RUN_DIR"):
         monkeypatch.setenv(name, "inherited")
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)

@@ -303,6 +303,16 @@ def test_float32_cholesky_is_the_rounded_float64_factor() -> None:
     assert torch.linalg.cholesky_ex(torch.diag(torch.tensor([1.0, -1.0])))[1].item() == 2
 
 
+def test_float32_cholesky_reports_the_status_of_the_float64_factorization() -> None:
+    # The last pivot is the rounding error of a square: zero in float32, positive in float64.
+    a = next(a for a in torch.linspace(0.3, 0.4, 99) if (a * a).double() > a.double() ** 2)
+    nearly_singular = torch.stack([torch.stack([torch.ones(()), a]), torch.stack([a, a * a])])
+    out = (torch.empty(0), torch.empty(0, dtype=torch.int32))
+    assert torchs_own(lambda: torch.linalg.cholesky_ex(nearly_singular))[1].item() == 2
+    assert torch.linalg.cholesky_ex(nearly_singular)[1].item() == 0
+    assert torch.linalg.cholesky_ex(nearly_singular, out=out)[1].item() == 0
+
+
 def test_one_handle_and_everything_is_put_back() -> None:
     handle = enable_portable_operators()
     assert enable_portable_operators() is handle
