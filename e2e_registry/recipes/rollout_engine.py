@@ -1,0 +1,57 @@
+"""The rollout engine: a whole copy of the policy in its own precision, which follows the sharded trainer's weights.
+
+Deterministic mode makes the engine repeat, but does not make it agree with the trainer: precision, batch shapes and
+kernels may differ between the two. Flags pin them, and metrics measure what remains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from e2e_registry.recipes.actor import ActorContext
+from e2e_registry.recording.digests import digest_of
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class RolloutEngine:
+    """A base for recipes' rollout engines.
+
+    Args:
+        context: What :class:`~e2e_registry.recipes.actor.ActorHost` gives.
+        build_model: Builds the policy; its weights are replaced by the first :meth:`load_weights`.
+        precision: Of the weights and of the forward pass.
+    """
+
+    def __init__(self, context: ActorContext, build_model: Callable[[], nn.Module], *, precision: Precision) -> None:
+        self.context = context
+        self.recorder = context.recorder
+        self.device = context.device
+        self.model = build_model().requires_grad_(False).eval()
+        context.adopt_attention(self.model)
+        self.model.to(self.device, DTYPES[precision])
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace all weights by what the trainer exported, already in this engine's precision."""
+        self.model.load_state_dict(weights, strict=True)
+
+    def log_weights(self, expected: str, step: int) -> bool:
+        """Log which weights the engine holds, and whether they are those that the trainer holds at the same step.
+
+        Read back from the model rather than from what :meth:`load_weights` was given, so that a sync that was skipped,
+        or that changed something, shows. It raises nothing: the verdict tells.
+
+        Args:
+            expected: The trainer's digest of its weights in this engine's precision.
+            step: The rollout.
+        """
+        held = digest_of(self.model.state_dict())
+        self.recorder.log_digest("rollout/weights", self.model.state_dict(), step=step)
+        self.recorder.log({"rollout/weights_match": int(held == expected)}, step=step)
+        return held == expected
