@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -402,7 +403,7 @@ class Standard:
                     dtype = self._dtype(run, row)
                     run_end += run.num_rows
                 start, stop = row - first_row, min(run_end - first_row, len(steps))
-                digests = self._digests(record_batch, start, stop, row) if dtype.is_digest else None
+                digests = self._digests(record_batch, bits, start, stop, row) if dtype.is_digest else None
                 load_seq = self._seq_loader(row, stop - start)
                 yield SeriesBatch(run.key, dtype, steps[start:stop], bits[start:stop], digests, load_seq)
                 row = first_row + stop
@@ -442,10 +443,15 @@ class Standard:
             raise StandardError(f"row {row} has the unknown dtype {run.dtype!r}", where=self.path)
         return DTYPES[run.dtype]
 
-    def _digests(self, record_batch: pa.RecordBatch, start: int, stop: int, row: int) -> list[str]:
+    def _digests(
+        self, record_batch: pa.RecordBatch, bits: npt.NDArray[np.uint64], start: int, stop: int, row: int
+    ) -> list[str]:
         digests = _texts(record_batch.column(len(_POINT_COLUMNS)).slice(start, stop - start), "digest", self.path)
         if None in digests:
             raise StandardError(f"row {row + digests.index(None)} has no digest", where=self.path)
+        if bits[start:stop].any():  # they are in no content digest, so damage there would go unseen
+            at = row + int(np.flatnonzero(bits[start:stop])[0])
+            raise StandardError(f"row {at} holds a digest and bits, which are 0 beside a digest", where=self.path)
         return digests
 
     def _numbers(self, column: pa.Array, name: str, dtype: type[Any]) -> Any:

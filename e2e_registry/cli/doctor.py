@@ -54,9 +54,8 @@ def doctor(
     command = command_after_dashes(context)
     if sum(what is not None for what in (test, run, command)) > 1:
         raise UsageError("say one thing to judge: --test FILE, a kept run, or a command after --")
-    diagnosis = _diagnose(
-        run, test, command, profile, options.settings(), is_pinned=pinned, is_fresh=fresh, timeout_s=timeout
-    )
+    settings = options.settings(test)
+    diagnosis = _diagnose(run, test, command, profile, settings, is_pinned=pinned, is_fresh=fresh, timeout_s=timeout)
     if json:
         print_json(diagnosis.to_json())
     else:

@@ -41,7 +41,7 @@ def show(
     """Show a standard as a table: its series, or the points of one metric."""
     from e2e_registry.operations.inventory import standards_of
 
-    settings = options.settings()
+    settings = options.settings(target)
     standards = standards_of(target, settings, platform=platform)
     if json:
         print_json({"standards": [_to_json(standard, settings, metric) for standard in standards]})

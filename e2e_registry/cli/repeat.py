@@ -61,7 +61,7 @@ def repeat(
     from e2e_registry.reports.console import make_console
     from e2e_registry.reports.repeat import print_repeat
 
-    settings = options.settings()
+    settings = options.settings(test)
     workload = workloads.workload_of(
         test, command, settings, profile=profile, timeout_s=timeout, seed=seed, observe=observe or ()
     )

@@ -76,7 +76,7 @@ def seeds(
     from e2e_registry.reports.console import make_console
     from e2e_registry.reports.seeds import print_seeds
 
-    settings = options.settings()
+    settings = options.settings(test)
     choices = SeedsOptions(metrics=tuple(metric or ()), reduction=reduce, skip_first=skip_first, threshold=threshold)
     if runs or against:
         if not runs or command or test is not None or args_b is not None or seed_list is not None:

@@ -344,3 +344,26 @@ def processes_running(root: Path) -> list[str]:
             except OSError:
                 continue
     return found
+
+
+@pytest.mark.parametrize(
+    "arguments", [("check", "--test"), ("run", "--test"), ("repeat", "--no-control", "--test"), ("doctor", "--test")]
+)
+def test_a_test_is_judged_by_the_settings_of_its_own_repository(
+    repository: Repository, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    repository.record()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = [sys.executable, "-m", "e2e_registry", *arguments, str(repository.root / "tests/e2e/test_stub.py")]
+    done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(elsewhere.iterdir())
+
+
+def test_show_opens_the_standard_of_a_test_in_another_repository(repository: Repository, tmp_path: Path) -> None:
+    repository.record()
+    command = [sys.executable, "-m", "e2e_registry", "show", str(repository.root / "tests/e2e/test_stub.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "train/grad_norm" in done.stdout

@@ -143,6 +143,19 @@ def test_rows_that_do_not_fit_the_content_digest_are_refused(tmp_path: Path, col
     assert caught.value.exit_code is ExitCode.STORAGE
 
 
+def test_bits_beside_a_digest_are_refused_since_no_digest_covers_them(tmp_path: Path) -> None:
+    rows = [Row("a", 0, 7), *(Row("d", step, 0, DTYPES["digest"], digest="aa") for step in range(3))]
+    write(tmp_path / "a.parquet", rows)
+
+    def change(table: pa.Table) -> pa.Table:
+        bits = pa.array([7, 0, 0, 1], pa.uint64())
+        return table.set_column(SCHEMA.get_field_index("bits"), SCHEMA.field("bits"), bits)
+
+    rewrite(tmp_path / "a.parquet", tmp_path / "b.parquet", change=change)
+    with pytest.raises(StandardError, match="row 3 holds a digest and bits"):
+        rows_of(Standard(tmp_path / "b.parquet").batches())
+
+
 def test_observed_values_are_not_digested(tmp_path: Path) -> None:
     rows = [Row("loss", 0, 7), Row("tps", 0, 7)]
     policies = {"loss": STRICT.to_json(), "tps": OBSERVE.to_json()}
