@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from e2e_registry import __version__
-from e2e_registry.cli import adopt, check, compare, doctor, inventory, lint, record, repeat, run, seeds
+from e2e_registry.cli import accept, adopt, check, compare, doctor, inventory, lint, record, repeat, run, seeds
 from e2e_registry.cli.parsing import CommandAfterDashes, ManyValues
 from e2e_registry.errors import ExitCode, RegistryError
 
@@ -92,6 +92,7 @@ def _options(
 _COMMANDS: dict[str, Callable[..., None]] = {
     "check": check.check,
     "record": record.record,
+    "accept": accept.accept,
     "compare": compare.compare,
     "adopt": adopt.adopt,
     "run": run.run,
