@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from e2e_registry.errors import ArtifactError, UsageError
 from e2e_registry.recording.layout import METRICS_FILE, PLAIN_FILE, RUN_FILE, STATE_FILE
@@ -61,7 +61,7 @@ class _Member:
     """One regular file of an artifact that has the name of a recording's file."""
 
     label: str
-    open: Callable[[], contextlib.AbstractContextManager[BinaryIO]]
+    open: Callable[[], contextlib.AbstractContextManager[IO[bytes]]]
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ def _index_folder(artifact: Artifact, root: Path, stack: contextlib.ExitStack) -
 
 
 @contextlib.contextmanager
-def _open_file(path: Path) -> Iterator[BinaryIO]:
+def _open_file(path: Path) -> Iterator[IO[bytes]]:
     # Neither waits for the other end of a pipe nor goes through a link that was put there meanwhile.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
@@ -383,7 +383,7 @@ def _open_file(path: Path) -> Iterator[BinaryIO]:
 class _BoundedFile(io.FileIO):
     """A file that is never read in one gulp: the size of the next read is what a zip's own header says."""
 
-    def read(self, size: int | None = -1, /) -> bytes:  # type: ignore[override]
+    def read(self, size: int | None = -1, /) -> bytes:
         if size is None or size < 0:
             size = max(os.fstat(self.fileno()).st_size - self.tell(), 0)
         if size > _LONGEST_READ:
@@ -413,9 +413,9 @@ def _index_zip(artifact: Artifact, path: Path, prefix: Parts, stack: contextlib.
 
 def _zip_opener(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, label: str
-) -> Callable[[], contextlib.AbstractContextManager[BinaryIO]]:
+) -> Callable[[], contextlib.AbstractContextManager[IO[bytes]]]:
     @contextlib.contextmanager
-    def opened() -> Iterator[BinaryIO]:
+    def opened() -> Iterator[IO[bytes]]:
         with _reading(label), archive.open(info) as file:
             yield file
 
