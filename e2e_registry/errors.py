@@ -123,5 +123,9 @@ class StorageError(RegistryError):
     exit_code = ExitCode.STORAGE
 
 
+class ArtifactError(StorageError):
+    """An artifact is damaged, expired, larger than its limits, or not what this package wrote and CI uploaded."""
+
+
 class StandardError(StorageError):
     """A file that should be a standard is damaged, foreign, or of another format version."""

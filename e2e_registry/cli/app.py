@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from e2e_registry import __version__
-from e2e_registry.cli import adopt, check, compare, doctor, inventory, lint, record, repeat, run, seeds
+from e2e_registry.cli import accept, adopt, check, compare, doctor, init, inventory, lint, record, repeat, run, seeds
 from e2e_registry.cli.parsing import CommandAfterDashes, ManyValues
 from e2e_registry.errors import ExitCode, RegistryError
 
@@ -92,6 +92,7 @@ def _options(
 _COMMANDS: dict[str, Callable[..., None]] = {
     "check": check.check,
     "record": record.record,
+    "accept": accept.accept,
     "compare": compare.compare,
     "adopt": adopt.adopt,
     "run": run.run,
@@ -101,6 +102,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "lint": lint.lint,
     "repeat": repeat.repeat,
     "seeds": seeds.seeds,
+    "init": init.init,
 }
 #: Commands whose line is read in a way of its own.
 _CLASSES: dict[str, type[TyperCommand]] = {"doctor": CommandAfterDashes, "seeds": ManyValues}

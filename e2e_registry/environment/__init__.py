@@ -15,7 +15,14 @@ from e2e_registry.environment.difference import (
     software_group,
 )
 from e2e_registry.environment.platform_slug import platform_slug
-from e2e_registry.environment.record import GROUPS, compose, launch_facts, platform_facts, software_facts
+from e2e_registry.environment.record import (
+    GROUPS,
+    compose,
+    launch_facts,
+    platform_facts,
+    recipe_facts,
+    software_facts,
+)
 from e2e_registry.environment.redaction import redact_command, redact_text, redact_variables, without_machine_paths
 from e2e_registry.environment.source import source_facts
 
@@ -29,6 +36,7 @@ __all__ = [
     "launch_facts",
     "platform_facts",
     "platform_slug",
+    "recipe_facts",
     "redact_command",
     "redact_text",
     "redact_variables",

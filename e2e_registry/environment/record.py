@@ -58,6 +58,29 @@ def launch_facts(
     Raises:
         StorageError: The script cannot be read.
     """
+    return {
+        "recipe": recipe_facts(root, test=test, script=script, command=command, args=args, env=env, seed=seed),
+        "profile": profile,
+        "origins": dict(origins or {}),
+        "source": source_facts(root, exclude),
+    }
+
+
+def recipe_facts(
+    root: Path,
+    *,
+    test: str | None = None,
+    script: str | None = None,
+    command: Sequence[str] | None = None,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    seed: int | None = None,
+) -> Facts:
+    """Return what was asked for, for the entry ``recipe`` of :func:`launch_facts`, whose arguments these are.
+
+    Raises:
+        StorageError: The script cannot be read.
+    """
     recipe = {
         "test": test,
         "script": script,
@@ -67,12 +90,7 @@ def launch_facts(
         "env": redact_variables(env or {}),
         "seed": seed,
     }
-    return {
-        "recipe": _without_paths(recipe, root),
-        "profile": profile,
-        "origins": dict(origins or {}),
-        "source": source_facts(root, exclude),
-    }
+    return {name: _without_paths(fact, root) for name, fact in recipe.items()}
 
 
 def compose(

@@ -17,7 +17,7 @@ from e2e_registry.comparison import (
 )
 from e2e_registry.comparison.change import REPEAT_UNPROVEN, Action, StandardChange
 from e2e_registry.config import Settings
-from e2e_registry.environment import arguments_equal, compose, difference, software_equal
+from e2e_registry.environment import arguments_equal, difference, software_equal
 from e2e_registry.errors import (
     InvalidRunError,
     MismatchError,
@@ -25,7 +25,7 @@ from e2e_registry.errors import (
     RecordingError,
     RefusedError,
 )
-from e2e_registry.operations.running import ObservedRun, declared_facts, load_run, read_facts, run_test
+from e2e_registry.operations.running import ObservedRun, declared_recipe, load_run, read_facts, run_test
 from e2e_registry.operations.standards import (
     check_policies_fit,
     display_path,
@@ -89,18 +89,18 @@ def record_test(
     while len(runs) < options.runs:
         runs.append(_fresh_run(registration, settings, options, len(runs) + 1, on_run, on_line))
     written = next(run for run in reversed(runs) if run is not reused)
-    disagreement = _disagreement(registration, runs)
-    if disagreement is not None:
+    parted = disagreement(registration, runs)
+    if parted is not None:
         return StandardChange(
             subject=registration.test_id,
             platform=written.platform,
             action=Action.REFUSED,
             path=display_path(settings.standard_path(registration.stem, written.platform), settings),
-            disagreement=disagreement,
+            disagreement=parted,
             run_path=display_path(written.path, settings),
         )
     agreed = len(runs) if len(runs) > 1 else None
-    return write_if_changed(
+    prepared = prepare_standard(
         registration,
         settings,
         written,
@@ -110,6 +110,7 @@ def record_test(
         reason=options.reason,
         reused=reused,
     )
+    return prepared.write()
 
 
 def _old_standards(registration: Registration, settings: Settings) -> dict[str, Standard]:
@@ -219,14 +220,23 @@ def find_kept_run(registration: Registration, settings: Settings, *, like: Obser
         if path == like.path or any(facts.get(key) != like.facts.get(key) for key in ("recipe", "profile")):
             continue
         run = load_run(path, settings)
-        differences = [d for d in difference(like.environment, run.environment) if not d.is_informational]
-        is_same = run.source_tree == like.source_tree and not differences
-        if is_same and not run.problems and not run.pins and run.test == registration.test_id:
+        if is_repeat(run, of=like):
             return run
     return None
 
 
-def _disagreement(registration: Registration, runs: Sequence[ObservedRun]) -> Comparison | None:
+def is_repeat(run: ObservedRun, *, of: ObservedRun) -> bool:
+    """Whether a run is a whole run of the same test, source tree, arguments and environment as another.
+
+    Without git the source tree is null, which equals nothing.
+    """
+    if run.source_tree is None or run.source_tree != of.source_tree or run.test != of.test:
+        return False
+    differences = [d for d in difference(of.environment, run.environment) if not d.is_informational]
+    return not (differences or run.problems or run.pins)
+
+
+def disagreement(registration: Registration, runs: Sequence[ObservedRun]) -> Comparison | None:
     """Return the first comparison of two runs that the policies do not accept."""
     policies = registration.policies()
     for run in runs[1:]:
@@ -239,7 +249,34 @@ def _disagreement(registration: Registration, runs: Sequence[ObservedRun]) -> Co
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def write_if_changed(
+@dataclass(frozen=True, kw_only=True)
+class PreparedStandard:
+    """A standard as it would be written, and what that would change.
+
+    Attributes:
+        path: Where it goes.
+        batches: Its rows.
+        metadata: What it says about itself.
+        change: What writing it does to the standard that is there.
+    """
+
+    path: Path
+    batches: Sequence[SeriesBatch]
+    metadata: StandardMetadata
+    change: StandardChange
+
+    def write(self) -> StandardChange:
+        """Write the standard, unless that would change nothing that counts; return the change.
+
+        Raises:
+            StorageError: It cannot be written; the old one is then unchanged.
+        """
+        if self.change.action is not Action.UNCHANGED:
+            write_standard(self.path, self.batches, self.metadata)
+        return self.change
+
+
+def prepare_standard(
     registration: Registration,
     settings: Settings,
     run: ObservedRun,
@@ -249,8 +286,8 @@ def write_if_changed(
     refresh: bool = False,
     reason: str | None = None,
     reused: ObservedRun | None = None,
-) -> StandardChange:
-    """Make a run the standard of its platform, unless that would change nothing that counts.
+) -> PreparedStandard:
+    """Make a run into the standard of its platform, without writing it.
 
     Args:
         registration: The test.
@@ -263,7 +300,7 @@ def write_if_changed(
         reused: The kept run that counted as one of those that agreed.
 
     Raises:
-        StorageError: The standard cannot be read or written.
+        StorageError: The old standard cannot be read.
     """
     path = settings.standard_path(registration.stem, run.platform)
     metadata = metadata_of(registration, run, kind="e2e", agreed=agreed, reason=reason)
@@ -278,9 +315,7 @@ def write_if_changed(
     if old is not None:
         is_same = content_digest(batches, metadata.observed) == content_digest(old.batches(), metadata.observed)
         action = Action.UPDATED if not is_same else Action.VALUES_UNCHANGED if changes else Action.UNCHANGED
-    if action is not Action.UNCHANGED:
-        write_standard(path, batches, metadata)
-    return StandardChange(
+    outcome = StandardChange(
         subject=registration.test_id,
         platform=run.platform,
         action=action,
@@ -294,6 +329,7 @@ def write_if_changed(
         run_path=display_path(run.path, settings),
         num_points=sum(len(batch) for batch in batches),
     )
+    return PreparedStandard(path=path, batches=batches, metadata=metadata, change=outcome)
 
 
 def _merged(
@@ -360,20 +396,39 @@ def adopt_run(
     if not path.is_dir():
         raise RefusedError("only a run directory says what was run", where=path, hint="give the folder of the run")
     run = load_run(path.resolve(), settings)
-    declared = {"recipe": compose(writer_states={}, launch_facts=declared_facts(registration, settings))["recipe"]}
+    require_declared_recipe(registration, run, settings)
+    require_recordable(registration, run, allow_unknown_state=allow_unknown_state)
+    old = existing_standard(registration, settings, run.platform)
+    return prepare_standard(registration, settings, run, old=old, agreed=None, reason=reason).write()
+
+
+def existing_standard(registration: Registration, settings: Settings, platform: str) -> Standard | None:
+    """Open the standard of a test on a platform; None if there is none.
+
+    Raises:
+        StandardError: It cannot be read.
+    """
+    path = settings.standard_path(registration.stem, platform)
+    return Standard(path) if path.exists() else None
+
+
+def require_declared_recipe(registration: Registration, run: ObservedRun, settings: Settings) -> None:
+    """Refuse a run of something else than what the test declares now.
+
+    Raises:
+        RefusedError: The run is of another script, command, arguments, ``env``, seed or profile.
+    """
+    declared = {"recipe": declared_recipe(registration, settings)}
     if not arguments_equal(declared, run.environment):
         changes = [entry for entry in difference(declared, run.environment) if entry.group == "recipe"]
         raise RefusedError(
             f"the run is of another recipe or other arguments: {'; '.join(map(str, changes))}",
-            where=path,
-            hint="run the test again, or adopt a run of it",
+            where=run.path,
+            hint="run the test as it is declared now, and take that run",
         )
     if run.facts.get("profile") != registration.profile:
         raise RefusedError(
             f"the run was on the profile {run.facts.get('profile')!r}, the test is on {registration.profile!r}",
-            where=path,
+            where=run.path,
+            hint="run the test as it is declared now, and take that run",
         )
-    require_recordable(registration, run, allow_unknown_state=allow_unknown_state)
-    old_path = settings.standard_path(registration.stem, run.platform)
-    old = Standard(old_path) if old_path.exists() else None
-    return write_if_changed(registration, settings, run, old=old, agreed=None, reason=reason)

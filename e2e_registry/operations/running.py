@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_registry import __version__
-from e2e_registry.config import Settings
+from e2e_registry.config import SLUG_RULE, Settings, is_slug
 from e2e_registry.determinism.state import read_state
 from e2e_registry.determinism.variables import (
     NO_VARIABLES,
@@ -27,7 +27,7 @@ from e2e_registry.determinism.variables import (
     get_profile,
     pin_differences,
 )
-from e2e_registry.environment import compose, launch_facts, platform_facts, platform_slug
+from e2e_registry.environment import compose, launch_facts, platform_facts, platform_slug, recipe_facts
 from e2e_registry.errors import InvalidRunError, UsageError
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation, LaunchSpec, launch, log_tail
 from e2e_registry.recording import RunRecording, read_run
@@ -204,19 +204,31 @@ def declared_facts(registration: Registration, settings: Settings) -> dict[str, 
     Raises:
         StorageError: The script cannot be read.
     """
+    exclude = [settings.standards_dir, settings.run_dir]
+    return launch_facts(settings.root, **_declaration(registration), profile=registration.profile, exclude=exclude)
+
+
+def declared_recipe(registration: Registration, settings: Settings) -> dict[str, Any]:
+    """Return the group ``recipe`` that a run of the test would have now.
+
+    Raises:
+        StorageError: The script cannot be read.
+    """
+    recipe = recipe_facts(settings.root, **_declaration(registration))
+    return compose(writer_states={}, launch_facts={"recipe": recipe}, root=settings.root)["recipe"]
+
+
+def _declaration(registration: Registration) -> dict[str, Any]:
     argv = list(registration.recorded_argv)
     is_script = registration.script is not None
-    return launch_facts(
-        settings.root,
-        test=registration.test_id,
-        script=registration.script,
-        command=None if is_script else argv,
-        args=argv[2:] if is_script else (),
-        env=registration.recorded_env,
-        seed=registration.seed,
-        profile=registration.profile,
-        exclude=[settings.standards_dir, settings.run_dir],
-    )
+    return {
+        "test": registration.test_id,
+        "script": registration.script,
+        "command": None if is_script else argv,
+        "args": argv[2:] if is_script else (),
+        "env": registration.recorded_env,
+        "seed": registration.seed,
+    }
 
 
 def run_command(
@@ -288,6 +300,8 @@ def _launch(
             # A recipe that leaves no state file ran on this machine all the same.
             "launcher_platform": platform_facts(read_state()),
             "tool": __version__,
+            # Of the machine that ran it: whoever reads the run may have another tag, or none.
+            "platform_tag": settings.platform_tag,
         },
     )
     launch(spec, on_line=on_line, cancellation=cancellation)
@@ -343,11 +357,19 @@ def _platform(
             software=environment["software"],
             gpu_count=facts.get("num_gpus") or None,  # each rank may have been shown its own GPU alone
             axes=settings.platform_axes,
-            tag=settings.platform_tag,
+            tag=_platform_tag(facts, settings),
         )
     except UsageError as error:  # such as a CUDA recipe that died before it started CUDA
         return UNKNOWN_PLATFORM, str(error)
     return slug, None
+
+
+def _platform_tag(facts: Mapping[str, Any], settings: Settings) -> str | None:
+    """Return the tag that a run was made under; that of this machine where the run does not say."""
+    tag = facts.get("platform_tag", settings.platform_tag)
+    if tag is None or (isinstance(tag, str) and is_slug(tag)):
+        return tag
+    raise UsageError(f"the run's platform tag {tag!r} is no slug", hint=f"a slug holds {SLUG_RULE}")
 
 
 def read_facts(path: Path) -> dict[str, Any]:

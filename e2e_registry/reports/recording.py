@@ -33,6 +33,14 @@ def print_change(change: StandardChange, console: Console, *, all_metrics: bool 
         print_comparison(change.disagreement, console, all_metrics=all_metrics)
         print_line(console, "next: make the recipe repeat; a tolerance is right only where it cannot")
         return
+    print_difference(change, console, all_metrics=all_metrics)
+    print_outcome(change, console)
+    if change.action is not Action.UNCHANGED:
+        print_line(console, f"next: review and commit it: git add {change.path}")
+
+
+def print_difference(change: StandardChange, console: Console, *, all_metrics: bool = False) -> None:
+    """Print how a run differs from the old standard, and how many runs stand behind it."""
     if change.change is not None and change.change.verdict is not Verdict.MATCH:
         print_line(console, "the new run against the old standard:")
         print_comparison(change.change, console, all_metrics=all_metrics)
@@ -43,10 +51,12 @@ def print_change(change: StandardChange, console: Console, *, all_metrics: bool 
         names = listed([str(key) for key in change.kept_old])
         print_line(console, f"within their tolerance, so their old rows stay (--refresh renews them): {names}")
     print_line(console, _agreement(change))
+
+
+def print_outcome(change: StandardChange, console: Console) -> None:
+    """Print whether the standard was written, and how much it holds."""
     verb = "stays as it was" if change.action is Action.UNCHANGED else "written"
     print_line(console, f"{change.path} {verb} ({count_text(change.num_points, 'point')})")
-    if change.action is not Action.UNCHANGED:
-        print_line(console, f"next: review and commit it: git add {change.path}")
 
 
 def _agreement(change: StandardChange) -> str:

@@ -1,0 +1,434 @@
+"""Makes the runs of a CI artifact the standards of this checkout: what would change first, then what was accepted.
+
+The rows come from the recordings in the artifact and everything that judges them (which tests there are, policies,
+invariants, where standards lie) from the checkout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from e2e_registry.comparison import Action, Comparison, Presence, StandardChange, TestVerdict
+from e2e_registry.config import Settings
+from e2e_registry.environment import source_facts
+from e2e_registry.errors import (
+    ExitCode,
+    InvalidRunError,
+    MismatchError,
+    NothingSelectedError,
+    RecordingError,
+    RefusedError,
+    RegistryError,
+    StandardError,
+    UsageError,
+)
+from e2e_registry.operations.artifact import Artifact, ArtifactEntry, RunFolder
+from e2e_registry.operations.record import (
+    PreparedStandard,
+    disagreement,
+    existing_standard,
+    is_repeat,
+    prepare_standard,
+    require_complete,
+    require_declared_recipe,
+    require_recordable,
+)
+from e2e_registry.operations.rejections import Rejections
+from e2e_registry.operations.running import ObservedRun, load_run
+from e2e_registry.registration import Registration, discover, find_test
+from e2e_registry.standard import Standard
+
+#: Verdicts of CI that accepting a run would change. None: the run was recorded, and nobody judged it.
+ACCEPTABLE = frozenset(
+    {None, TestVerdict.MISMATCH.value, TestVerdict.NO_STANDARD.value, TestVerdict.INCOMPARABLE.value}
+)
+#: Verdicts that leave nothing to accept, whatever is asked for.
+_WITHOUT_A_RUN = {
+    TestVerdict.FAILED.value: RecordingError,
+    TestVerdict.INCOMPLETE.value: RecordingError,
+    TestVerdict.INVALID.value: InvalidRunError,
+    TestVerdict.ERROR.value: RecordingError,
+}
+#: What ``repeat`` in results says of a test whose runs on one machine disagree.
+NONDETERMINISTIC = "nondeterministic"
+
+#: Other runs of a test in the artifact that are compared with the one to accept.
+_MAX_REPEATS = 3
+
+
+class Decision(enum.Enum):
+    """What became of one run of the artifact."""
+
+    PENDING = "pending"
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    SKIPPED = "skipped"
+    UNCHANGED = "unchanged"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptOptions:
+    """Which runs to take, and what to let pass.
+
+    Attributes:
+        tests: Only these, by path or id; also where CI's verdict asks for nothing.
+        platforms: Only these; also where CI's verdict asks for nothing.
+        allow_other_source: Take a run of other source code than the checkout's.
+        allow_unknown_state: Take a run whose writers left no determinism state.
+        refresh: Renew also the series whose old rows their tolerance accepts.
+        reason: Why, in the author's words; kept in the standard.
+    """
+
+    tests: Sequence[str] = ()
+    platforms: Sequence[str] = ()
+    allow_other_source: bool = False
+    allow_unknown_state: bool = False
+    refresh: bool = False
+    reason: str | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the user named what to take."""
+        return bool(self.tests or self.platforms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """One run of an artifact, and what accepting it does.
+
+    Attributes:
+        subject: The test's id.
+        platform: The platform; of a refused run the one that CI named, if any.
+        decision: What became of it; ``pending`` until somebody decides.
+        run: Where the run lies in the artifact.
+        run_id: What names the run wherever it lies.
+        started_ns: When it was started.
+        prepared: The standard that it makes; None of a run that is refused.
+        error: Why it is refused.
+    """
+
+    subject: str
+    platform: str | None
+    decision: Decision
+    run: str | None = None
+    run_id: str | None = None
+    started_ns: int = 0
+    prepared: PreparedStandard | None = None
+    error: RegistryError | None = None
+
+    @property
+    def change(self) -> StandardChange | None:
+        """What accepting the run does, or did, to the standard."""
+        return None if self.prepared is None else self.prepared.change
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What the command answers when this is all there is: a decision is no failure, a refusal is."""
+        if self.decision is Decision.PENDING:
+            return ExitCode.USAGE
+        return ExitCode.OK if self.error is None else self.error.exit_code
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``--json`` prints for this run."""
+        return {
+            "subject": self.subject,
+            "platform": self.platform,
+            "decision": self.decision.value,
+            "run": self.run,
+            "change": None if self.change is None else self.change.to_json(),
+            "error": None if self.error is None else str(self.error),
+            "exit_code": int(self.exit_code),
+        }
+
+
+# ------------------------------------------------------------------------------------------------ proposing
+
+
+def propose(
+    artifact: Artifact, settings: Settings, options: AcceptOptions, *, artifact_path: Path | None = None
+) -> list[Proposal]:
+    """Return what the artifact offers: changes, the largest first, then new standards, then what is refused.
+
+    Args:
+        artifact: The artifact.
+        settings: The checkout's settings.
+        options: Which runs to take.
+        artifact_path: Where the artifact lies; inside the checkout it does not count as source.
+
+    Raises:
+        UsageError: A named test does not exist, or the standards folder leads out of the checkout.
+        NothingSelectedError: Nothing in the artifact asks for a decision.
+    """
+    _require_inside(settings)
+    registrations = {registration.test_id: registration for registration in discover(settings)}
+    named = [find_test(settings, test) for test in options.tests]
+    registrations |= {registration.test_id: registration for registration in named}
+    entries = _selected(artifact, options, {registration.test_id for registration in named})
+    exclude = [settings.standards_dir, settings.run_dir, *([] if artifact_path is None else [artifact_path.resolve()])]
+    source_tree = source_facts(settings.root, exclude)["source_tree"]
+    rejections = Rejections(settings)
+    proposals = []
+    for entry in entries:
+        try:
+            with _named_places(artifact):
+                registration = _registration(entry, registrations)
+                prepared = _prepare(artifact, entry, registration, settings, options, source_tree)
+        except RegistryError as error:
+            proposals.append(_proposal(entry, Decision.REFUSED, error=error))
+            continue
+        if options.platforms and prepared.change.platform not in options.platforms:
+            continue
+        decision = Decision.PENDING
+        if prepared.change.action is Action.UNCHANGED:
+            decision = Decision.UNCHANGED
+        elif entry.folder is not None and entry.folder.run_id in rejections and not options.is_named:
+            decision = Decision.REJECTED
+        proposals.append(_proposal(entry, decision, prepared=prepared))
+    return sorted(_newest(proposals), key=_order)
+
+
+def _newest(proposals: Sequence[Proposal]) -> list[Proposal]:
+    """Keep one run a test and platform, the newest: without results only the recording says of which platform it is."""
+    newest: dict[tuple[str, str | None], Proposal] = {}
+    for proposal in sorted(proposals, key=lambda proposal: proposal.started_ns):
+        newest[proposal.subject, proposal.platform] = proposal
+    return list(newest.values())
+
+
+def _selected(artifact: Artifact, options: AcceptOptions, ids: Set[str]) -> list[ArtifactEntry]:
+    entries = [
+        entry
+        for entry in artifact.entries
+        if (not ids or entry.subject in ids)
+        and (not options.platforms or entry.verdict is None or entry.platform in options.platforms)
+    ]
+    missing = ids - {entry.subject for entry in entries}
+    if missing:
+        raise UsageError(
+            f"it holds no run of {', '.join(sorted(missing))}",
+            where=artifact.label,
+            hint=f"it holds: {', '.join(dict.fromkeys(entry.subject for entry in artifact.entries))}",
+        )
+    if not options.is_named:
+        entries = [entry for entry in entries if entry.verdict in ACCEPTABLE or entry.verdict in _WITHOUT_A_RUN]
+    if not entries:
+        passed = len(artifact.entries)
+        raise NothingSelectedError(
+            f"nothing to accept: none of its {passed} result(s) is a mismatch, or lacks a standard",
+            where=artifact.label,
+            hint="name a test with --test to take its run all the same",
+        )
+    return entries
+
+
+def _prepare(
+    artifact: Artifact,
+    entry: ArtifactEntry,
+    registration: Registration,
+    settings: Settings,
+    options: AcceptOptions,
+    source_tree: str | None,
+) -> PreparedStandard:
+    """Return the standard that a run makes, or raise why it may not become one."""
+    if entry.folder is None or entry.verdict in _WITHOUT_A_RUN:
+        failure = _WITHOUT_A_RUN.get(entry.verdict or "", RecordingError)
+        what = "holds no run of it" if entry.folder is None else "holds no whole run of it"
+        raise failure(f"CI's verdict is {entry.verdict!r}, and the artifact {what}", where=entry.subject)
+    run = _load(artifact, entry.folder, settings)
+    if run.test != registration.test_id:
+        raise InvalidRunError(f"the run is of the test {run.test!r}", where=run.path)
+    require_declared_recipe(registration, run, settings)
+    if not options.allow_other_source:
+        _require_same_source(run, source_tree)
+    # The output of a recipe stays in the artifact: a terminal would obey what a stranger printed.
+    require_complete(run)
+    require_recordable(registration, run, allow_unknown_state=options.allow_unknown_state)
+    if entry.repeat == NONDETERMINISTIC:
+        raise MismatchError("CI ran it again and got other numbers", where=run.path, hint=_REPEAT_HINT)
+    agreed = _agreeing_runs(artifact, entry.folder, registration, run, settings)
+    prepared = prepare_standard(
+        registration,
+        settings,
+        run,
+        old=existing_standard(registration, settings, run.platform),
+        agreed=agreed,
+        refresh=options.refresh,
+        reason=options.reason,
+    )
+    shown = dataclasses.replace(prepared.change, run_path=entry.folder.label)
+    return dataclasses.replace(prepared, change=shown)
+
+
+def _registration(entry: ArtifactEntry, registrations: Mapping[str, Registration]) -> Registration:
+    """Find the test that an artifact names; its id is only ever compared with ids of the checkout."""
+    if entry.subject in registrations:
+        return registrations[entry.subject]
+    raise UsageError(
+        f"this checkout has no test {entry.subject!a}", hint="check out the branch that the artifact was made from"
+    )
+
+
+def _load(artifact: Artifact, folder: RunFolder, settings: Settings) -> ObservedRun:
+    path = artifact.stage(folder)
+    try:
+        return load_run(path, settings)
+    except (AttributeError, TypeError, KeyError, IndexError, OverflowError) as error:
+        # Facts of another shape than our own launcher and recorder write: a stranger's.
+        raise InvalidRunError(f"its facts are malformed: {type(error).__name__}: {error}", where=path) from None
+
+
+def _require_same_source(run: ObservedRun, source_tree: str | None) -> None:
+    """Refuse a run of other code: neither what was checked out nor the pull request's head is what lies here."""
+    source = run.environment.get("source", {})
+    trees = [source.get("source_tree"), source.get("head_source_tree")]
+    if source_tree is not None and source_tree in trees:
+        return
+    if source_tree is None:
+        what = "the source tree here is unknown, since this is no git repository"
+    elif not any(trees):
+        what = "the run does not say what source tree it is of"
+    else:
+        shown = " or ".join(str(tree)[:12] for tree in trees if tree)
+        what = f"the run is of the source tree {shown}, and here is {source_tree[:12]}"
+    head = source.get("head")
+    at = f" (commit {str(head)[:12]})" if head else ""
+    raise RefusedError(
+        f"{what}{at}",
+        where=run.path,
+        hint="check out the commit that was run, without other edits; or pass --allow-other-source",
+    )
+
+
+def _agreeing_runs(
+    artifact: Artifact, folder: RunFolder, registration: Registration, run: ObservedRun, settings: Settings
+) -> int | None:
+    """Return how many runs in the artifact agree; None if there is but this one.
+
+    Raises:
+        MismatchError: Two runs of the same source, arguments and environment do not agree.
+    """
+    repeats = []
+    for neighbour in artifact.others_beside(folder)[:_MAX_REPEATS]:
+        with contextlib.suppress(RecordingError):  # a damaged neighbour proves nothing
+            other = _load(artifact, neighbour, settings)
+            if is_repeat(other, of=run):
+                repeats.append(other)
+    if disagreement(registration, [run, *repeats]) is not None:
+        raise MismatchError(
+            "the artifact holds another run of the same source and arguments, with other numbers",
+            where=run.path,
+            hint=_REPEAT_HINT,
+        )
+    return len(repeats) + 1 if repeats else None
+
+
+_REPEAT_HINT = "make the recipe repeat first (e2e-registry repeat), or register a tolerance with its reason"
+
+
+@contextlib.contextmanager
+def _named_places(artifact: Artifact) -> Iterator[None]:
+    """Let errors name places in the artifact, not those of our copies."""
+    try:
+        yield
+    except RegistryError as error:
+        error.message = artifact.named(error.message)
+        error.where = None if error.where is None else artifact.named(error.where)
+        raise
+
+
+def _require_inside(settings: Settings) -> None:
+    if not settings.standards_dir.resolve().is_relative_to(settings.root.resolve()):
+        raise RefusedError(
+            "the standards folder is a link that leads out of the repository",
+            where=settings.standards_dir,
+            hint="make it a folder: what an artifact holds is written nowhere else",
+        )
+
+
+def _proposal(
+    entry: ArtifactEntry,
+    decision: Decision,
+    *,
+    prepared: PreparedStandard | None = None,
+    error: RegistryError | None = None,
+) -> Proposal:
+    return Proposal(
+        subject=entry.subject,
+        platform=entry.platform if prepared is None else prepared.change.platform,
+        decision=decision,
+        run=None if entry.folder is None else entry.folder.label,
+        run_id=None if entry.folder is None else entry.folder.run_id,
+        started_ns=0 if entry.folder is None else entry.folder.started_ns,
+        prepared=prepared,
+        error=error,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ ordering
+
+
+def _order(proposal: Proposal) -> tuple[Any, ...]:
+    """Order changes by size, then new standards, what changes nothing, and what is refused, each by id."""
+    name = (proposal.subject, proposal.platform or "")
+    change = proposal.change
+    if change is None or proposal.decision is Decision.UNCHANGED:
+        return (3 if change is None else 2, 0.0, 0, *name)
+    if change.change is None:
+        return (1, 0.0, 0, *name)
+    size, failing = magnitude(change.change)
+    return (0, -size, -failing, *name)
+
+
+def magnitude(comparison: Comparison) -> tuple[float, int]:
+    """Return how large a change is: the largest relative error of a judged value, and how many values differ.
+
+    Series and steps on one side only, another dtype and non-finite values are larger than any number. A digest says
+    that something moved, not how far, so it counts among the values alone.
+    """
+    size = math.inf if comparison.never_emitted else 0.0
+    count = 0
+    for result in comparison.series:
+        if not result.policy.is_judged:
+            continue
+        count += result.num_differing + result.missing.count + result.extra.count
+        if result.presence is not Presence.BOTH or result.missing or result.extra or result.num_dtype:
+            size = math.inf
+        for place in (result.first, result.worst):
+            error = None if place is None else place.rel_error
+            if error is not None:
+                size = max(size, math.inf if math.isnan(error) else error)
+    return size, count
+
+
+# ------------------------------------------------------------------------------------------------ deciding
+
+
+def decide(proposal: Proposal, decision: Decision, settings: Settings) -> Proposal:
+    """Carry a decision out: accepting writes the standard, rejecting is remembered, skipping does nothing.
+
+    Raises:
+        StorageError: The standard cannot be written, or does not read back as what was written.
+    """
+    if decision is Decision.ACCEPTED and proposal.prepared is not None:
+        proposal.prepared.write()
+        _verify(proposal.prepared)
+        Rejections(settings).forget(proposal.run_id)
+    elif decision is Decision.REJECTED:
+        Rejections(settings).add(proposal.run_id, proposal.subject)
+    return dataclasses.replace(proposal, decision=decision)
+
+
+def _verify(prepared: PreparedStandard) -> None:
+    """Read the standard back, which holds its rows against its digest."""
+    standard = Standard(prepared.path)
+    count = sum(len(batch) for batch in standard.batches())
+    if count != prepared.change.num_points:
+        raise StandardError(f"{count} points were written of {prepared.change.num_points}", where=prepared.path)

@@ -1,0 +1,238 @@
+"""Fetches a workflow run's artifacts through GitHub's own command line, `gh`, which holds the user's login."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from e2e_registry.errors import ArtifactError, UsageError
+
+#: Artifacts of end-to-end jobs are told from others by how their names begin.
+ARTIFACT_PREFIX = "e2e"
+#: The workflow that records standards in CI.
+RECORDING_WORKFLOW = "record-e2e-standards.yml"
+
+_URL = re.compile(
+    r"https?://(?P<host>[\w.-]+)/(?P<repository>[\w.-]+/[\w.-]+)/"
+    r"(?:actions/runs/(?P<run>\d+)|pull/(?P<pull>\d+))(?:[/?#].*)?"
+)
+_LONGEST_DOWNLOAD = 2 << 30
+_BLOCK = 1 << 20
+#: Runs of a pull request's head commit that are asked for artifacts, newest first.
+_MAX_RUNS = 20
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A workflow run or a pull request, as somebody wrote it down.
+
+    Attributes:
+        number: The run's id or the pull request's number.
+        kind: ``run``, ``pull``, or ``number`` where only GitHub can say which of the two.
+        host: The GitHub server; None for that of the checkout.
+        repository: ``owner/name``; None for that of the checkout.
+    """
+
+    number: int
+    kind: str
+    host: str | None = None
+    repository: str | None = None
+
+    @property
+    def api(self) -> str:
+        """The beginning of the repository's address in the API; gh fills the placeholders in."""
+        return f"repos/{self.repository or '{owner}/{repo}'}"
+
+
+def parse_reference(text: str) -> Reference | None:
+    """Return what ``123``, ``#12``, or the address of a run or pull request refers to; None for anything else."""
+    if re.fullmatch(r"#?[0-9]{1,18}", text):
+        return Reference(int(text.removeprefix("#")), "pull" if text.startswith("#") else "number")
+    match = _URL.fullmatch(text)
+    if match is None:
+        return None
+    kind = "run" if match["run"] else "pull"
+    return Reference(int(match["run"] or match["pull"]), kind, match["host"], match["repository"])
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """An artifact as GitHub lists it; its name comes from a workflow and becomes no path."""
+
+    number: int
+    name: str
+    is_expired: bool
+
+
+@contextlib.contextmanager
+def downloaded(
+    reference: Reference, *, root: Path, on_line: Callable[[str], None] = lambda line: None
+) -> Iterator[tuple[Path, str]]:
+    """Download the end-to-end artifacts of a run as zips; yield their folder and what to call it.
+
+    Args:
+        reference: The run, or the pull request whose head's newest run with artifacts is taken.
+        root: The checkout.
+        on_line: Called with what is being done.
+
+    Raises:
+        UsageError: gh is not installed, or there is no such run or pull request.
+        ArtifactError: gh fails, or the artifacts are absent or expired.
+    """
+    github = _GitHub(root, reference)
+    run, listed, branch = github.find_run()
+    live = [artifact for artifact in listed if not artifact.is_expired]
+    if not live:
+        raise _expired(run, branch)
+    with tempfile.TemporaryDirectory(prefix="e2e-registry-") as folder:
+        for number, artifact in enumerate(live):
+            on_line(f"downloading {artifact.name!a} of run {run}")
+            github.download(artifact, Path(folder, f"{number}.zip"), expired=_expired(run, branch))
+        yield Path(folder), f"run {run}"
+
+
+def _expired(run: int, branch: str | None) -> ArtifactError:
+    at = "" if branch is None else f" --ref {shlex.quote(branch)}"
+    return ArtifactError(
+        "its artifacts have expired",
+        where=f"run {run}",
+        hint=f"make new ones: gh workflow run {RECORDING_WORKFLOW}{at} -f run={run}",
+    )
+
+
+class _GitHub:
+    """Calls of gh for one reference."""
+
+    def __init__(self, root: Path, reference: Reference) -> None:
+        program = shutil.which("gh")
+        if program is None:
+            raise UsageError(
+                "gh, GitHub's command line, is not installed",
+                hint="install it (https://cli.github.com), or download the artifact and give its zip",
+            )
+        self._program = program
+        self._root = root
+        self._reference = reference
+
+    def find_run(self) -> tuple[int, list[_Listed], str | None]:
+        """Return the run's id, its end-to-end artifacts, and the branch it was made from."""
+        reference = self._reference
+        if reference.kind in ("run", "number"):
+            run = self._json("api", f"{reference.api}/actions/runs/{reference.number}", may_be_absent=True)
+            if run is not None:
+                listed = self._listed(reference.number)
+                if not listed:
+                    raise self._without_artifacts(f"run {reference.number}")
+                return reference.number, listed, _text(run, "head_branch")
+        pull = None
+        if reference.kind in ("pull", "number"):
+            pull = self._json("api", f"{reference.api}/pulls/{reference.number}", may_be_absent=True)
+        if pull is None:
+            what = {"run": "run", "pull": "pull request", "number": "run or pull request"}[reference.kind]
+            raise UsageError(f"GitHub knows no {what} {reference.number} of this repository")
+        return self._find_run_of(pull)
+
+    def _find_run_of(self, pull: Any) -> tuple[int, list[_Listed], str | None]:
+        head = pull.get("head") if isinstance(pull, dict) else None
+        sha = _text(head, "sha") or ""
+        address = f"{self._reference.api}/actions/runs?head_sha={sha}&per_page={_MAX_RUNS}"
+        answer = self._json("api", address)
+        runs = answer.get("workflow_runs") if isinstance(answer, dict) else None
+        for run in runs if isinstance(runs, list) else ():  # newest first
+            number = run.get("id") if isinstance(run, dict) else None
+            listed = self._listed(number) if isinstance(number, int) else []
+            if isinstance(number, int) and listed:
+                return number, listed, _text(head, "ref")
+        raise self._without_artifacts(f"pull request {self._reference.number}, commit {sha[:12]}")
+
+    def _without_artifacts(self, where: str) -> ArtifactError:
+        return ArtifactError(
+            f"it has no artifact whose name begins with {ARTIFACT_PREFIX!r}",
+            where=where,
+            hint="wait until its end-to-end jobs have ended; they upload their run folders, whatever the verdict",
+        )
+
+    def _listed(self, run: int) -> list[_Listed]:
+        found = []
+        for page in range(1, 11):
+            address = f"{self._reference.api}/actions/runs/{run}/artifacts?per_page=100&page={page}"
+            answer = self._json("api", address)
+            artifacts = answer.get("artifacts") if isinstance(answer, dict) else None
+            if not isinstance(artifacts, list) or not artifacts:
+                break
+            found += [
+                _Listed(artifact["id"], artifact["name"], bool(artifact.get("expired")))
+                for artifact in artifacts
+                if isinstance(artifact, dict) and isinstance(artifact.get("id"), int) and _text(artifact, "name")
+            ]
+            if len(artifacts) < 100:
+                break
+        return [artifact for artifact in found if artifact.name.startswith(ARTIFACT_PREFIX)]
+
+    def download(self, artifact: _Listed, target: Path, *, expired: ArtifactError) -> None:
+        """Download one artifact's zip.
+
+        Raises:
+            ArtifactError: ``expired`` if it is gone, else what gh says.
+        """
+        command = self._command("api", f"{self._reference.api}/actions/artifacts/{artifact.number}/zip")
+        with (
+            target.open("xb") as file,
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen(command, **self._settings(), stdout=subprocess.PIPE, stderr=errors) as gh,
+        ):
+            size = 0
+            while gh.stdout is not None and (block := gh.stdout.read(_BLOCK)):
+                size += len(block)
+                if size > _LONGEST_DOWNLOAD:
+                    gh.kill()
+                    raise ArtifactError(f"it is larger than {_LONGEST_DOWNLOAD:,} bytes", where=artifact.name)
+                file.write(block)
+            code = gh.wait()
+            errors.seek(0)
+            said = errors.read().decode(errors="replace")
+        if code != 0 and "410" in said:
+            raise expired
+        if code != 0:
+            raise _failure(said)
+
+    def _json(self, *arguments: str, may_be_absent: bool = False) -> Any:
+        """Return what gh answers, as JSON; None for what GitHub does not know, where that may be."""
+        done = subprocess.run(self._command(*arguments), **self._settings(), capture_output=True, check=False)
+        said = done.stderr.decode(errors="replace")
+        if done.returncode != 0:
+            if may_be_absent and "404" in said:
+                return None
+            raise _failure(said)
+        try:
+            return json.loads(done.stdout)
+        except (ValueError, RecursionError):
+            raise ArtifactError("its answer is not JSON", where="gh") from None
+
+    def _command(self, *arguments: str) -> Sequence[str]:
+        host = [] if self._reference.host is None else ["--hostname", self._reference.host]
+        return [self._program, *arguments[:1], *host, *arguments[1:]]
+
+    def _settings(self) -> dict[str, Any]:
+        environment = {**os.environ, "GH_PROMPT_DISABLED": "1", "NO_COLOR": "1"}
+        return {"cwd": self._root, "env": environment, "stdin": subprocess.DEVNULL}
+
+
+def _text(data: Any, name: str) -> str | None:
+    value = data.get(name) if isinstance(data, dict) else None
+    return value if isinstance(value, str) and value.isprintable() else None
+
+
+def _failure(said: str) -> ArtifactError:
+    line = next((line for line in said.splitlines() if line.strip()), "it says nothing")
+    return ArtifactError(f"it fails: {line.strip()!a:.200}", where="gh", hint="is it logged in? gh auth status")
