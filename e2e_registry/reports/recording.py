@@ -9,7 +9,7 @@ from rich.text import Text
 
 from e2e_registry.comparison import Action, StandardChange, Verdict
 from e2e_registry.comparison.change import REPEAT_UNPROVEN
-from e2e_registry.reports.console import print_comparison, print_environment, print_line, print_table
+from e2e_registry.reports.console import print_comparison, print_environment, print_line, print_table, rendered
 from e2e_registry.reports.inventory import extents_table
 from e2e_registry.reports.values import count_text, listed
 from e2e_registry.series import SeriesExtent
@@ -47,6 +47,11 @@ def print_change(change: StandardChange, console: Console, *, all_metrics: bool 
     print_line(console, f"{change.path} {verb} ({count_text(change.num_points, 'point')})")
     if change.action is not Action.UNCHANGED:
         print_line(console, f"next: review and commit it: git add {change.path}")
+
+
+def change_text(change: StandardChange) -> str:
+    """Return what :func:`print_change` prints."""
+    return rendered(lambda console: print_change(change, console))
 
 
 def _agreement(change: StandardChange) -> str:

@@ -1,0 +1,454 @@
+"""Standards that ordinary tests keep beside themselves: compared with, and written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from e2e_registry.comparison import (
+    Assessment,
+    InvariantBreak,
+    StandardChange,
+    TestVerdict,
+    Verdict,
+    check_invariants,
+    compare,
+)
+from e2e_registry.config import SLUG_RULE, Settings, did_you_mean, is_slug, load_settings
+from e2e_registry.determinism.state import read_state
+from e2e_registry.determinism.variables import PinDifference, pin_differences
+from e2e_registry.environment import compose, difference, launch_facts, platform_facts, platform_slug, software_facts
+from e2e_registry.errors import RecordingError, RefusedError, StorageError, UsageError
+from e2e_registry.operations.record import breaks_error, replace_if_changed, with_old_rows
+from e2e_registry.operations.standards import display_path, nearest_platform, pinned_metrics, recorded_facts
+from e2e_registry.recording import MetricRecorder, RunRecording, read_run
+from e2e_registry.standard import Standard, StandardMetadata, write_standard
+from e2e_registry.tolerance import Invariant, Policies, Tolerance, matches
+
+if TYPE_CHECKING:
+    from e2e_registry.assertion import RunningTest
+
+KIND = "assertion"
+
+#: Folder of the run folder that keeps what a failing assertion would have recorded. No test file has this stem.
+CANDIDATES = "assertions"
+
+#: Joins the platform of a process that holds no profile: its bits are less than reproducible.
+UNPINNED = "unpinned"
+
+# No dot: `<name>.<platform>.parquet` must be read one way, and a platform may hold dots.
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+# ------------------------------------------------------------------------------------------------ gathering
+
+
+def gather(series: Mapping[str, Any] | MetricRecorder) -> RunRecording:
+    """Return series as a recording.
+
+    Values pass through a :class:`MetricRecorder`, so that what a recipe may log is what a test may assert, with the
+    same bits and the same errors.
+
+    Raises:
+        RecordingError: A name or value cannot be recorded, or nothing is there.
+        StorageError: A file cannot be written or read.
+    """
+    if isinstance(series, MetricRecorder):
+        recording = _read(series)
+    elif isinstance(series, Mapping):
+        with tempfile.TemporaryDirectory(prefix="e2e-registry-") as folder:
+            with MetricRecorder(run_dir=folder) as recorder:
+                for step, values in _by_step(series):
+                    recorder.log(values, step=step)
+            recording = _read(recorder)
+    else:
+        raise UsageError(
+            f"assert_matches_standard() takes a mapping of metric names to values, not a {type(series).__name__}",
+            hint='assert_matches_standard({"train/loss": losses}, "sgd"), or give the fixture metric_recorder',
+        )
+    if not recording.has_series:
+        raise RecordingError("there is nothing to compare: no series holds a value")
+    return recording
+
+
+def _read(recorder: MetricRecorder) -> RunRecording:
+    if recorder.path is None:
+        raise RecordingError("the recorder records nothing: it has no run directory", hint="use metric_recorder")
+    return read_run(recorder.path)
+
+
+def _by_step(series: Mapping[str, Any]) -> Iterable[tuple[int, dict[str, Any]]]:
+    """Yield the values in the order of their steps, as one training loop would have logged them.
+
+    So that the first divergence of all metrics is the one at the earliest step.
+    """
+    calls: defaultdict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
+    for metric, values in series.items():
+        last, occurrence = None, 0
+        for step, value in _points(metric, values):
+            if last is not None and step < last:
+                raise RecordingError(f"step {step} comes after step {last}; steps may not go backwards", where=metric)
+            occurrence = occurrence + 1 if step == last else 0
+            last = step
+            calls[step, occurrence][metric] = value
+        if last is None:
+            raise RecordingError("the series is empty", where=f"metric {metric!r}")
+    for step, occurrence in sorted(calls):
+        yield step, calls[step, occurrence]
+
+
+def _points(metric: str, values: Any) -> Iterable[tuple[int, Any]]:
+    if isinstance(values, list | tuple):
+        are_pairs = [isinstance(value, tuple) and len(value) == 2 for value in values]
+        if any(are_pairs):
+            if not all(are_pairs):
+                raise RecordingError("some of the values are (step, value) pairs, and some are not", where=metric)
+            return [(_step(metric, step), value) for step, value in values]
+        return enumerate(values)
+    num_dimensions = getattr(values, "ndim", 0)
+    if num_dimensions > 1:
+        raise RecordingError(
+            f"an array of shape {tuple(values.shape)} is no series",
+            where=f"metric {metric!r}",
+            hint="give an array of shape (n,), one metric a column, or log_digest() to a metric_recorder",
+        )
+    return enumerate(values) if num_dimensions == 1 else [(0, values)]
+
+
+def _step(metric: str, step: Any) -> int:
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise RecordingError(f"step {step!r} is not an integer", where=f"metric {metric!r}")
+    return int(step.__index__())
+
+
+# ------------------------------------------------------------------------------------------------ the platform
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The determinism profile that names a process's platform.
+
+    Attributes:
+        profile: The strongest profile that holds; where none does, the one that says what the hardware is.
+        pins: The pins of it that do not hold; empty if it is held.
+    """
+
+    profile: str
+    pins: tuple[PinDifference, ...]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether every pin holds."""
+        return not self.pins
+
+
+def holding_profile(state: Mapping[str, Any]) -> Holding:
+    """Return the profile that a process holds by effect, whether or not anybody asked for it.
+
+    Args:
+        state: What :func:`~e2e_registry.determinism.state.read_state` said in that process.
+    """
+    # Of a process that has started CUDA the GPU decides the bits, and no CPU profile can hold.
+    candidates = ("cuda",) if state.get("gpus") else ("cpu-portable", "cpu-native")
+    found = [Holding(profile, tuple(pin_differences(profile, state))) for profile in candidates]
+    return next((holding for holding in found if holding.is_held), found[-1])
+
+
+# ------------------------------------------------------------------------------------------------ the assertion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assertion:
+    """What a test asserts: that series are those of the standard it keeps.
+
+    Attributes:
+        test: The test that asserts.
+        name: Names the standard among those of the test file.
+        settings: Of the repository of the test file.
+        recording: The series.
+        tolerances: Metric name or glob to tolerance.
+        is_finite: Whether NaN and infinities are refused.
+        stated_platform: The platform, where the test states it.
+    """
+
+    test: RunningTest
+    name: str
+    settings: Settings
+    recording: RunRecording
+    tolerances: Mapping[str, Tolerance]
+    is_finite: bool
+    stated_platform: str | None
+
+    @staticmethod
+    def of(
+        series: Mapping[str, Any] | MetricRecorder,
+        name: str,
+        test: RunningTest,
+        *,
+        tolerances: Mapping[str, Tolerance],
+        is_finite: bool,
+        platform: str | None,
+    ) -> Assertion:
+        """Check what a test gave, and gather its series.
+
+        Raises:
+            UsageError: Name, platform or a tolerance cannot be accepted.
+            RecordingError: A value cannot be recorded.
+            StorageError: A file cannot be written or read.
+        """
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UsageError(f"{name!r} cannot name a standard", hint="use letters, digits, '_' and '-' only")
+        if platform is not None and not (isinstance(platform, str) and is_slug(platform)):
+            raise UsageError(f"{platform!r} is not a platform slug", hint=f"a slug holds {SLUG_RULE}")
+        for key, tolerance in tolerances.items():
+            if not isinstance(tolerance, Tolerance):
+                raise UsageError(
+                    f"tolerances[{key!r}] is {tolerance!r}", hint='write Tolerance(atol=..., reason="...")'
+                )
+        return Assertion(
+            test=test,
+            name=name,
+            settings=load_settings(test.file),
+            recording=gather(series),
+            tolerances=tolerances,
+            is_finite=is_finite,
+            stated_platform=platform,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Where the standards of the test file are."""
+        return self.test.file.parent / self.test.file.stem
+
+    @property
+    def path(self) -> Path:
+        """The standard for this process's platform."""
+        return self.folder / f"{self.name}.{self.platform}.parquet"
+
+    @property
+    def candidate_path(self) -> Path:
+        """Where the run folder keeps the series when the assertion fails."""
+        folder = display_path(self.folder.resolve(), self.settings).lstrip("/")
+        return self.settings.run_dir / CANDIDATES / folder / self.path.name
+
+    @property
+    def subject(self) -> str:
+        """How reports name the assertion."""
+        return f"{self.test_id} [{self.name}]"
+
+    @property
+    def test_id(self) -> str:
+        """The test's file from the root, and its name in it; the same under every way to run it."""
+        return "::".join([display_path(self.test.file.resolve(), self.settings), *self.test.names])
+
+    @cached_property
+    def state(self) -> dict[str, Any]:
+        """The determinism state of this process."""
+        return read_state()
+
+    @cached_property
+    def holding(self) -> Holding:
+        """The profile that this process holds."""
+        return holding_profile(self.state)
+
+    @cached_property
+    def platform(self) -> str:
+        """The slug that the bits belong to."""
+        if self.stated_platform is not None:
+            return self.stated_platform
+        tags = [tag for tag in (None if self.holding.is_held else UNPINNED, self.settings.platform_tag) if tag]
+        return platform_slug(
+            self.holding.profile,
+            platform=platform_facts(self.state),
+            software=software_facts(self.state),
+            axes=self.settings.platform_axes,
+            tag="-".join(tags) or None,
+        )
+
+    @cached_property
+    def environment(self) -> dict[str, dict[str, Any]]:
+        """The facts of this process by group."""
+        profile = self.holding.profile if self.holding.is_held else None
+        facts = {
+            **_launch_facts(self.settings.root, self.settings.standards_dir, self.settings.run_dir),
+            "recipe": {"test": self.test_id},
+            "profile": profile,
+        }
+        return compose(writer_states={("main", 0): self.state}, launch_facts=facts, root=self.settings.root)
+
+    @property
+    def owner_conflict(self) -> str | None:
+        """The test that recorded the standard and is still there, if that is another one."""
+        if self.old is None or self.old.metadata.test in (None, self.test_id):
+            return None
+        owner = str(self.old.metadata.test)
+        file, *names = owner.split("::")
+        is_here = file == self.test_id.split("::")[0]
+        return owner if is_here and self.test.still_exists(tuple(names)) else None
+
+    @cached_property
+    def old(self) -> Standard | None:
+        """The standard that is there for this platform."""
+        return Standard(self.path) if self.path.exists() else None
+
+    def other_standards(self) -> dict[str, Path]:
+        """Return the standards of this name by platform."""
+        prefix, suffix = f"{self.name}.", ".parquet"
+        return {path.name[len(prefix) : -len(suffix)]: path for path in sorted(self.folder.glob(f"{prefix}*{suffix}"))}
+
+    def policies(self, standard: Standard | None) -> Policies:
+        """Return how the series are judged: every one of them, and those that the standard pins.
+
+        Raises:
+            UsageError: A tolerance is for no series.
+        """
+        pinned = pinned_metrics(standard)
+        known = {*self.recording.metrics, *pinned}
+        for key in self.tolerances:
+            if not any(matches(metric, key) for metric in known):
+                raise UsageError(f"tolerances[{key!r}] is for no series", hint=did_you_mean(key, known))
+        return Policies(("*",), self.tolerances, pinned=pinned)
+
+    def metadata(self, policies: Policies) -> StandardMetadata:
+        """Return what a standard of the series says about itself."""
+        command = ["pytest", self.test.node_id, "--record-assertions"]
+        return StandardMetadata(
+            test=self.test_id,
+            platform=self.platform,
+            kind=KIND,
+            policies={metric: policies.policy(metric).to_json() for metric in self.recording.metrics},
+            environment=self.environment,
+            recorded=recorded_facts(self.environment, command, agreed=None, reason=None),
+        )
+
+    def breaks(self) -> list[InvariantBreak]:
+        """Return the values that are not finite, unless they are permitted."""
+        return check_invariants(self.recording.batches(), lambda metric: Invariant(finite=self.is_finite))
+
+
+@functools.cache
+def _launch_facts(root: Path, *excluded: Path) -> dict[str, Any]:
+    """Return the facts of the checkout, once a session: git reads all of it."""
+    return launch_facts(root, exclude=excluded)
+
+
+# ------------------------------------------------------------------------------------------------ comparing
+
+
+def check_assertion(assertion: Assertion) -> Assessment:
+    """Compare the series with the standard; keep them as a candidate in the run folder if that does not go well.
+
+    Raises:
+        UsageError: A tolerance is for no series, or does not fit its dtype.
+        StandardError: A standard cannot be read.
+    """
+    others = assertion.other_standards()
+    near = assertion.platform if assertion.old is not None else nearest_platform(assertion.platform, others)
+    standard = assertion.old if assertion.old is not None or near is None else Standard(others[near])
+    policies = assertion.policies(standard)
+    comparison = None
+    if standard is not None:
+        comparison = compare(assertion.recording.batches(), standard.batches(), policies=policies)
+    breaks = assertion.breaks()
+    is_judged = assertion.old is not None
+    if comparison is None:
+        verdict = TestVerdict.NO_STANDARD
+    elif not is_judged:
+        verdict = TestVerdict.INCOMPARABLE
+    else:
+        verdict = TestVerdict.of(comparison.verdict)
+    if breaks:
+        verdict = TestVerdict.MISMATCH
+    assessment = Assessment(
+        subject=assertion.subject,
+        verdict=verdict,
+        platform=assertion.platform,
+        comparison=comparison,
+        is_judged=is_judged,
+        compared_with=None if standard is None else display_path(standard.path.resolve(), assertion.settings),
+        breaks=breaks,
+    )
+    return assessment if verdict.is_success else _explained(assertion, assessment, standard, policies)
+
+
+def _explained(
+    assertion: Assertion, assessment: Assessment, standard: Standard | None, policies: Policies
+) -> Assessment:
+    """Add what helps with an assertion that fails."""
+    aim = "if the change is intended" if assessment.is_judged else "record it"
+    reasons, warnings, kept = [], [], None
+    if assessment.verdict is TestVerdict.NO_STANDARD:
+        reasons.append(f"there is no {display_path(assertion.path.resolve(), assertion.settings)}")
+    elif assessment.verdict is TestVerdict.INCOMPARABLE:
+        reasons.append(
+            f"no standard for {assertion.platform}; there is one for {', '.join(assertion.other_standards())}"
+        )
+    if not assertion.holding.is_held and assertion.stated_platform is None:
+        pins = [pin.name for pin in assertion.holding.pins]
+        warnings.append(f"this process holds no determinism profile, so its bits may not repeat: {', '.join(pins)}")
+    if assertion.owner_conflict is not None:
+        warnings.append(f"the standard was recorded by {assertion.owner_conflict}: do two tests share the name?")
+    try:
+        write_standard(assertion.candidate_path, assertion.recording.batches(), assertion.metadata(policies))
+        kept = display_path(assertion.candidate_path, assertion.settings)
+    except StorageError as error:  # such as a checkout that cannot be written
+        warnings.append(f"the series were not kept: {error}")
+    return dataclasses.replace(
+        assessment,
+        reasons=reasons,
+        warnings=warnings,
+        environment=() if standard is None else difference(standard.metadata.environment, assertion.environment),
+        run_path=kept,
+        candidate=kept,
+        next_steps=[f"{aim}: pytest '{assertion.test.node_id}' --record-assertions"],
+    )
+
+
+# ------------------------------------------------------------------------------------------------ recording
+
+
+def record_assertion(assertion: Assertion) -> StandardChange:
+    """Write the standard, unless that would change nothing that counts.
+
+    Raises:
+        RefusedError: The standard is another test's.
+        MismatchError: A value is not finite.
+        UsageError: A tolerance is for no series, or does not fit its dtype.
+        StorageError: The old standard cannot be read, or the new one not written.
+    """
+    if assertion.owner_conflict is not None:
+        raise RefusedError(
+            f"the standard {assertion.name!r} is kept by {assertion.owner_conflict}",
+            where=assertion.test_id,
+            hint="name it apart, by the parameters too; if that test is gone, delete the file and record again",
+        )
+    breaks = assertion.breaks()
+    if breaks:
+        raise breaks_error(breaks, where=assertion.subject, hint="if that is right there, pass finite=False")
+    old, recording = assertion.old, assertion.recording
+    policies = assertion.policies(old)
+    # Against itself where there is no other: a tolerance that does not fit its dtype is refused before it is written.
+    against = recording if old is None else old
+    change = compare(recording.batches(), against.batches(), policies=policies)
+    accepted = [result.key for result in change.series if result.verdict is Verdict.WITHIN_TOLERANCE]
+    batches = list(with_old_rows(recording.batches(), old, accepted))
+    action, changes = replace_if_changed(assertion.path, batches, assertion.metadata(policies), old)
+    return StandardChange(
+        subject=assertion.subject,
+        platform=assertion.platform,
+        action=action,
+        path=display_path(assertion.path.resolve(), assertion.settings),
+        change=None if old is None else change,
+        environment=() if old is None else difference(old.metadata.environment, assertion.environment),
+        metadata_changes=changes,
+        kept_old=accepted,
+        num_points=sum(len(batch) for batch in batches),
+    )
