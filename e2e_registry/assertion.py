@@ -28,6 +28,7 @@ class RunningTest:
         file: The test file.
         names: Its name in the file: classes, then the function with its parameters.
         node_id: How to name it on pytest's command line.
+        profile: The determinism profile that the process was asked to hold, if it was.
         must_record: Whether assertions write their standards.
         still_exists: Whether a test of these names is still in the file.
         used: The names that its assertions have used so far.
@@ -37,6 +38,7 @@ class RunningTest:
     file: Path
     names: tuple[str, ...]
     node_id: str
+    profile: str | None
     must_record: bool
     still_exists: Callable[[tuple[str, ...]], bool]
     used: set[str] = field(default_factory=set)

@@ -38,20 +38,42 @@ _OPTIONS = {
 # ------------------------------------------------------------------------------------------------ options
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_load_initial_conftests(parser: pytest.Parser) -> Generator[None, None, None]:
-    """Add the options after the conftest files have added theirs.
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what must be known before conftest files are imported."""
+    text = "determinism profile that this pytest process holds, for assert_matches_standard(); it starts over for it"
+    group = parser.getgroup("e2e_registry", "training regressions (e2e-registry)")
+    group.addoption("--determinism-profile", metavar="NAME", help=text)
+    parser.addini("determinism_profile", text)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser) -> Generator[None, None, None]:
+    """Start over under the profile; after the conftest files have added theirs, add the other options.
 
     ``--e2e`` is a common option of repositories. Two of one name end pytest, so theirs stands; what it holds then
     counts for the registered tests too.
     """
+    # Before anything is imported that reads the variables, and before pytest redirects the output: this hook is first.
+    profile = _profile(early_config)
+    if profile is not None:
+        from e2e_registry.determinism.relaunch import bootstrap
+
+        try:
+            bootstrap(profile)
+        except RegistryError as error:
+            raise pytest.UsageError(str(error)) from None
     yield
-    group = parser.getgroup("e2e_registry", "training regressions (e2e-registry)")
+    group = parser.getgroup("e2e_registry")
     for option, text in _OPTIONS.items():
         try:
             group.addoption(option, action="store_true", help=text)
         except (ValueError, argparse.ArgumentError):  # taken
             continue
+
+
+def _profile(config: pytest.Config) -> str | None:
+    asked = config.known_args_namespace.determinism_profile or config.getini("determinism_profile")
+    return None if not asked else str(asked)
 
 
 def _is_given(config: pytest.Config, option: str) -> bool:
@@ -301,6 +323,7 @@ def _running_test(item: pytest.Item) -> assertion.RunningTest:
         file=item.path,
         names=names,
         node_id=item.nodeid,
+        profile=_profile(item.config),
         must_record=_is_given(item.config, "--record-assertions"),
         still_exists=still_exists,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import shlex
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -137,28 +138,37 @@ class Holding:
     """The determinism profile that names a process's platform.
 
     Attributes:
-        profile: The strongest profile that holds; where none does, the one that says what the hardware is.
+        profile: The profile that was asked for; else the strongest that holds; where none does, the one that says
+            what the hardware is.
         pins: The pins of it that do not hold; empty if it is held.
+        is_asked: Whether it was asked for.
     """
 
     profile: str
     pins: tuple[PinDifference, ...]
+    is_asked: bool
 
     @property
     def is_held(self) -> bool:
         """Whether every pin holds."""
         return not self.pins
 
+    @property
+    def faults(self) -> list[str]:
+        """Why nothing can be compared: what was asked for and does not hold."""
+        return [f"not on the profile {self.profile!r}: {pin}" for pin in self.pins] if self.is_asked else []
 
-def holding_profile(state: Mapping[str, Any]) -> Holding:
+
+def holding_profile(state: Mapping[str, Any], asked: str | None = None) -> Holding:
     """Return the profile that a process holds by effect, whether or not anybody asked for it.
 
     Args:
         state: What :func:`~e2e_registry.determinism.state.read_state` said in that process.
+        asked: The profile that it should hold.
     """
     # Of a process that has started CUDA the GPU decides the bits, and no CPU profile can hold.
-    candidates = ("cuda",) if state.get("gpus") else ("cpu-portable", "cpu-native")
-    found = [Holding(profile, tuple(pin_differences(profile, state))) for profile in candidates]
+    candidates = (asked,) if asked else ("cuda",) if state.get("gpus") else ("cpu-portable", "cpu-native")
+    found = [Holding(profile, tuple(pin_differences(profile, state)), asked is not None) for profile in candidates]
     return next((holding for holding in found if holding.is_held), found[-1])
 
 
@@ -257,7 +267,12 @@ class Assertion:
     @cached_property
     def holding(self) -> Holding:
         """The profile that this process holds."""
-        return holding_profile(self.state)
+        return holding_profile(self.state, self.test.profile)
+
+    @property
+    def faults(self) -> list[str]:
+        """Why nothing can be compared, and nothing recorded."""
+        return [] if self.stated_platform is not None else self.holding.faults
 
     @cached_property
     def platform(self) -> str:
@@ -358,19 +373,23 @@ def check_assertion(assertion: Assertion) -> Assessment:
     if standard is not None:
         comparison = compare(assertion.recording.batches(), standard.batches(), policies=policies)
     breaks = assertion.breaks()
-    is_judged = assertion.old is not None
-    if comparison is None:
+    faults = assertion.faults
+    is_judged = assertion.old is not None and not faults
+    if faults:
+        verdict = TestVerdict.INCOMPARABLE
+    elif comparison is None:
         verdict = TestVerdict.NO_STANDARD
     elif not is_judged:
         verdict = TestVerdict.INCOMPARABLE
     else:
         verdict = TestVerdict.of(comparison.verdict)
-    if breaks:
+    if breaks and not faults:
         verdict = TestVerdict.MISMATCH
     assessment = Assessment(
         subject=assertion.subject,
         verdict=verdict,
         platform=assertion.platform,
+        reasons=faults,
         comparison=comparison,
         is_judged=is_judged,
         compared_with=None if standard is None else display_path(standard.path.resolve(), assertion.settings),
@@ -384,16 +403,17 @@ def _explained(
 ) -> Assessment:
     """Add what helps with an assertion that fails."""
     aim = "if the change is intended" if assessment.is_judged else "record it"
-    reasons, warnings, kept = [], [], None
+    reasons, warnings, kept = list(assessment.reasons), [], None
     if assessment.verdict is TestVerdict.NO_STANDARD:
         reasons.append(f"there is no {display_path(assertion.path.resolve(), assertion.settings)}")
-    elif assessment.verdict is TestVerdict.INCOMPARABLE:
+    elif assessment.verdict is TestVerdict.INCOMPARABLE and not reasons:
         reasons.append(
             f"no standard for {assertion.platform}; there is one for {', '.join(assertion.other_standards())}"
         )
-    if not assertion.holding.is_held and assertion.stated_platform is None:
-        pins = [pin.name for pin in assertion.holding.pins]
-        warnings.append(f"this process holds no determinism profile, so its bits may not repeat: {', '.join(pins)}")
+    if not assertion.faults and assertion.stated_platform is None and not assertion.holding.is_held:
+        pins = ", ".join(pin.name for pin in assertion.holding.pins)
+        warnings.append(f"this process holds no determinism profile, so its bits may not repeat (not pinned: {pins})")
+        warnings[-1] += "; pytest --determinism-profile NAME holds one"
     if assertion.owner_conflict is not None:
         warnings.append(f"the standard was recorded by {assertion.owner_conflict}: do two tests share the name?")
     try:
@@ -408,7 +428,7 @@ def _explained(
         environment=() if standard is None else difference(standard.metadata.environment, assertion.environment),
         run_path=kept,
         candidate=kept,
-        next_steps=[f"{aim}: pytest '{assertion.test.node_id}' --record-assertions"],
+        next_steps=[f"{aim}: pytest {shlex.quote(assertion.test.node_id)} --record-assertions"],
     )
 
 
@@ -419,7 +439,7 @@ def record_assertion(assertion: Assertion) -> StandardChange:
     """Write the standard, unless that would change nothing that counts.
 
     Raises:
-        RefusedError: The standard is another test's.
+        RefusedError: The standard is another test's, or a pin of the profile asked for does not hold.
         MismatchError: A value is not finite.
         UsageError: A tolerance is for no series, or does not fit its dtype.
         StorageError: The old standard cannot be read, or the new one not written.
@@ -429,6 +449,10 @@ def record_assertion(assertion: Assertion) -> StandardChange:
             f"the standard {assertion.name!r} is kept by {assertion.owner_conflict}",
             where=assertion.test_id,
             hint="name it apart, by the parameters too; if that test is gone, delete the file and record again",
+        )
+    if assertion.faults:
+        raise RefusedError(
+            "; ".join(assertion.faults), where=assertion.subject, hint="unset what overrides the profile"
         )
     breaks = assertion.breaks()
     if breaks:
