@@ -8,6 +8,7 @@ a ``conftest.py`` has options of the same names.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ _OPTIONS = {
     "--e2e-nightly": "run also the registered tests that are nightly",
     "--e2e-record": "run the registered tests until they repeat, and record their standards",
     "--record-assertions": "write the standards of assert_matches_standard() rather than compare with them",
+    "--unused-assertions": "list the standards of assert_matches_standard() that no test of this session used",
 }
 
 
@@ -144,6 +146,7 @@ class Claims:
 
 _CLAIMS = pytest.StashKey[Claims]()
 _RUNNING = pytest.StashKey[assertion.RunningTest]()
+_HAS_PASSED = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -338,10 +341,19 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put what was concluded on the report, which is what a worker sends home."""
     report = yield
-    outcome = item.outcome if isinstance(item, RegisteredTest) and call.when == "call" else None
-    if call.when == "teardown" and item.stash[_RUNNING].changes:
-        outcome = {"changes": item.stash[_RUNNING].changes}
-    if outcome is not None:
+    outcome: dict[str, Any] = {}
+    running = item.stash.get(_RUNNING, None)
+    if isinstance(item, RegisteredTest) and isinstance(report.longrepr, tuple):  # skipped; not in this file, as it says
+        report.longrepr = (str(item.path), item.registration.line, report.longrepr[2])
+    if call.when == "call":
+        outcome = (item.outcome or {}) if isinstance(item, RegisteredTest) else {}
+        item.stash[_HAS_PASSED] = report.passed
+    elif call.when == "teardown" and running is not None:
+        outcome = {"changes": running.changes}
+        if _is_given(item.config, "--unused-assertions"):
+            has_passed = item.stash.get(_HAS_PASSED, False)
+            outcome["finished"] = [str(running.file), "::".join(running.names), has_passed, sorted(running.used)]
+    if any(outcome.values()):
         setattr(report, OUTCOME, outcome)
     return report
 
@@ -352,12 +364,15 @@ class SessionOutcomes:
     def __init__(self) -> None:
         self.assessments: dict[str, list[dict[str, Any]]] = {}
         self.changes: list[str] = []
+        self.finished: list[tuple[str, str, bool, list[str]]] = []
         self.written: list[Path] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take what a report carries."""
         outcome = getattr(report, OUTCOME, {})
         self.changes += outcome.get("changes", ())
+        if "finished" in outcome:
+            self.finished.append(outcome["finished"])
         if "assessment" in outcome:
             self.assessments.setdefault(outcome["root"], []).append(outcome["assessment"])
 
@@ -372,9 +387,23 @@ class SessionOutcomes:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Show what was recorded, which passes and would not be seen else, and where the results are."""
-        if self.changes or self.written:
+        unused = self._unused() if self.finished else None
+        if self.changes or self.written or unused is not None:
             terminalreporter.section("e2e-registry")
         for text in self.changes:
             terminalreporter.write_line(text)
         for path in self.written:
             terminalreporter.write_line(f"results: {path}")
+        if unused is not None:
+            terminalreporter.write_line(f"standards that no test of this session used: {len(unused)}")
+            for standard, test in unused:
+                terminalreporter.write_line(f"  {standard}  recorded by {test}")
+
+    def _unused(self) -> list[tuple[str, str | None]]:
+        from e2e_registry.operations.assertion import FinishedTest, unused_standards
+
+        tests = [
+            FinishedTest(Path(file), name, has_passed, frozenset(used))
+            for file, name, has_passed, used in self.finished
+        ]
+        return [(os.path.relpath(path), test) for path, test in unused_standards(tests)]

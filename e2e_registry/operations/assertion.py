@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import re
 import shlex
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,13 +23,21 @@ from e2e_registry.comparison import (
     compare,
 )
 from e2e_registry.config import SLUG_RULE, Settings, did_you_mean, is_slug, load_settings
+from e2e_registry.determinism.holding import Holding, holding_profile
 from e2e_registry.determinism.state import read_state
-from e2e_registry.determinism.variables import PinDifference, pin_differences
-from e2e_registry.environment import compose, difference, launch_facts, platform_facts, platform_slug, software_facts
-from e2e_registry.errors import RecordingError, RefusedError, StorageError, UsageError
+from e2e_registry.environment import (
+    compose,
+    difference,
+    launch_facts,
+    platform_facts,
+    platform_slug,
+    shared_software_equal,
+    software_facts,
+)
+from e2e_registry.errors import RefusedError, StorageError, UsageError
 from e2e_registry.operations.record import breaks_error, replace_if_changed, with_old_rows
 from e2e_registry.operations.standards import display_path, nearest_platform, pinned_metrics, recorded_facts
-from e2e_registry.recording import MetricRecorder, RunRecording, read_run
+from e2e_registry.recording import MetricRecorder, RunRecording, gather
 from e2e_registry.standard import Standard, StandardMetadata, write_standard
 from e2e_registry.tolerance import Invariant, Policies, Tolerance, matches
 
@@ -47,129 +54,6 @@ UNPINNED = "unpinned"
 
 # No dot: `<name>.<platform>.parquet` must be read one way, and a platform may hold dots.
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-
-
-# ------------------------------------------------------------------------------------------------ gathering
-
-
-def gather(series: Mapping[str, Any] | MetricRecorder) -> RunRecording:
-    """Return series as a recording.
-
-    Values pass through a :class:`MetricRecorder`, so that what a recipe may log is what a test may assert, with the
-    same bits and the same errors.
-
-    Raises:
-        RecordingError: A name or value cannot be recorded, or nothing is there.
-        StorageError: A file cannot be written or read.
-    """
-    if isinstance(series, MetricRecorder):
-        recording = _read(series)
-    elif isinstance(series, Mapping):
-        with tempfile.TemporaryDirectory(prefix="e2e-registry-") as folder:
-            with MetricRecorder(run_dir=folder) as recorder:
-                for step, values in _by_step(series):
-                    recorder.log(values, step=step)
-            recording = _read(recorder)
-    else:
-        raise UsageError(
-            f"assert_matches_standard() takes a mapping of metric names to values, not a {type(series).__name__}",
-            hint='assert_matches_standard({"train/loss": losses}, "sgd"), or give the fixture metric_recorder',
-        )
-    if not recording.has_series:
-        raise RecordingError("there is nothing to compare: no series holds a value")
-    return recording
-
-
-def _read(recorder: MetricRecorder) -> RunRecording:
-    if recorder.path is None:
-        raise RecordingError("the recorder records nothing: it has no run directory", hint="use metric_recorder")
-    return read_run(recorder.path)
-
-
-def _by_step(series: Mapping[str, Any]) -> Iterable[tuple[int, dict[str, Any]]]:
-    """Yield the values in the order of their steps, as one training loop would have logged them.
-
-    So that the first divergence of all metrics is the one at the earliest step.
-    """
-    calls: defaultdict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
-    for metric, values in series.items():
-        last, occurrence = None, 0
-        for step, value in _points(metric, values):
-            if last is not None and step < last:
-                raise RecordingError(f"step {step} comes after step {last}; steps may not go backwards", where=metric)
-            occurrence = occurrence + 1 if step == last else 0
-            last = step
-            calls[step, occurrence][metric] = value
-        if last is None:
-            raise RecordingError("the series is empty", where=f"metric {metric!r}")
-    for step, occurrence in sorted(calls):
-        yield step, calls[step, occurrence]
-
-
-def _points(metric: str, values: Any) -> Iterable[tuple[int, Any]]:
-    if isinstance(values, list | tuple):
-        are_pairs = [isinstance(value, tuple) and len(value) == 2 for value in values]
-        if any(are_pairs):
-            if not all(are_pairs):
-                raise RecordingError("some of the values are (step, value) pairs, and some are not", where=metric)
-            return [(_step(metric, step), value) for step, value in values]
-        return enumerate(values)
-    num_dimensions = getattr(values, "ndim", 0)
-    if num_dimensions > 1:
-        raise RecordingError(
-            f"an array of shape {tuple(values.shape)} is no series",
-            where=f"metric {metric!r}",
-            hint="give an array of shape (n,), one metric a column, or log_digest() to a metric_recorder",
-        )
-    return enumerate(values) if num_dimensions == 1 else [(0, values)]
-
-
-def _step(metric: str, step: Any) -> int:
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise RecordingError(f"step {step!r} is not an integer", where=f"metric {metric!r}")
-    return int(step.__index__())
-
-
-# ------------------------------------------------------------------------------------------------ the platform
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """The determinism profile that names a process's platform.
-
-    Attributes:
-        profile: The profile that was asked for; else the strongest that holds; where none does, the one that says
-            what the hardware is.
-        pins: The pins of it that do not hold; empty if it is held.
-        is_asked: Whether it was asked for.
-    """
-
-    profile: str
-    pins: tuple[PinDifference, ...]
-    is_asked: bool
-
-    @property
-    def is_held(self) -> bool:
-        """Whether every pin holds."""
-        return not self.pins
-
-    @property
-    def faults(self) -> list[str]:
-        """Why nothing can be compared: what was asked for and does not hold."""
-        return [f"not on the profile {self.profile!r}: {pin}" for pin in self.pins] if self.is_asked else []
-
-
-def holding_profile(state: Mapping[str, Any], asked: str | None = None) -> Holding:
-    """Return the profile that a process holds by effect, whether or not anybody asked for it.
-
-    Args:
-        state: What :func:`~e2e_registry.determinism.state.read_state` said in that process.
-        asked: The profile that it should hold.
-    """
-    # Of a process that has started CUDA the GPU decides the bits, and no CPU profile can hold.
-    candidates = (asked,) if asked else ("cuda",) if state.get("gpus") else ("cpu-portable", "cpu-native")
-    found = [Holding(profile, tuple(pin_differences(profile, state)), asked is not None) for profile in candidates]
-    return next((holding for holding in found if holding.is_held), found[-1])
 
 
 # ------------------------------------------------------------------------------------------------ the assertion
@@ -464,7 +348,9 @@ def record_assertion(assertion: Assertion) -> StandardChange:
     change = compare(recording.batches(), against.batches(), policies=policies)
     accepted = [result.key for result in change.series if result.verdict is Verdict.WITHIN_TOLERANCE]
     batches = list(with_old_rows(recording.batches(), old, accepted))
-    action, changes = replace_if_changed(assertion.path, batches, assertion.metadata(policies), old)
+    action, changes = replace_if_changed(
+        assertion.path, batches, assertion.metadata(policies), old, is_same_software=shared_software_equal
+    )
     return StandardChange(
         subject=assertion.subject,
         platform=assertion.platform,
@@ -476,3 +362,48 @@ def record_assertion(assertion: Assertion) -> StandardChange:
         kept_old=accepted,
         num_points=sum(len(batch) for batch in batches),
     )
+
+
+# ------------------------------------------------------------------------------------------------ housekeeping
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTest:
+    """A test that has run, and the names of the standards that it used.
+
+    Attributes:
+        file: The test file.
+        name: Its name in the file.
+        has_passed: Whether it came to its end.
+        used: The names of its assertions.
+    """
+
+    file: Path
+    name: str
+    has_passed: bool
+    used: frozenset[str]
+
+
+def unused_standards(tests: Iterable[FinishedTest]) -> list[tuple[Path, str | None]]:
+    """Return the standards beside the test files that no test used, with the test that recorded each.
+
+    Those of a test that ran and failed are left out: it may not have come to its assertion. Those of a test that did
+    not run are there: nobody can tell whether it was left out of the selection or is gone.
+
+    Raises:
+        StandardError: A standard cannot be read.
+    """
+    ran: defaultdict[Path, list[FinishedTest]] = defaultdict(list)
+    for test in tests:
+        ran[test.file.parent / test.file.stem].append(test)
+    found = []
+    for folder, those in sorted(ran.items()):
+        used = {name for test in those for name in test.used}
+        failed = {test.name for test in those if not test.has_passed}
+        for path in sorted(folder.glob("*.parquet")):
+            if path.name.partition(".")[0] in used:
+                continue
+            metadata = Standard(path).metadata
+            if metadata.kind == KIND and (metadata.test or "").partition("::")[2] not in failed:
+                found.append((path, metadata.test))
+    return found

@@ -306,14 +306,30 @@ def with_old_rows(
 
 
 def replace_if_changed(
-    path: Path, batches: Sequence[SeriesBatch], metadata: StandardMetadata, old: Standard | None
+    path: Path,
+    batches: Sequence[SeriesBatch],
+    metadata: StandardMetadata,
+    old: Standard | None,
+    *,
+    is_same_software: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] = software_equal,
 ) -> tuple[Action, list[str]]:
     """Write a standard unless what is there holds the same; return what was done, and what changed beside the values.
+
+    Args:
+        path: The standard.
+        batches: Its series.
+        metadata: What it says about itself.
+        old: What is there.
+        is_same_software: Whether two environments have the same software.
 
     Raises:
         StorageError: The standard cannot be read or written.
     """
-    changes = [] if old is None else _metadata_changes(old.metadata, metadata)
+    changes = []
+    if old is not None:
+        changes = _metadata_changes(old.metadata, metadata)
+        if not is_same_software(old.metadata.environment, metadata.environment):
+            changes.append("software")
     action = Action.CREATED
     if old is not None:
         is_same = content_digest(batches, metadata.observed) == content_digest(old.batches(), metadata.observed)
@@ -324,14 +340,12 @@ def replace_if_changed(
 
 
 def _metadata_changes(old: StandardMetadata, new: StandardMetadata) -> list[str]:
-    """Say what changed beside the values, of the things that a rewrite is worth; empty if nothing."""
+    """Say what changed beside values and software, of the things that a rewrite is worth; empty if nothing."""
     changes = []
     if dict(old.policies) != dict(new.policies):
         changes.append("policies: " + ", ".join(_policy_changes(old.policies, new.policies)))
     if not arguments_equal(old.environment, new.environment):
         changes.append("arguments")
-    if not software_equal(old.environment, new.environment):
-        changes.append("software")
     if old.platform != new.platform or old.test != new.test or old.kind != new.kind:
         changes.append("test, platform or kind")
     was_unproven = old.recorded.get("runs_agreed") == REPEAT_UNPROVEN
