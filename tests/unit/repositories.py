@@ -130,16 +130,11 @@ class Repository:
         assert self.standard.exists()
 
 
-def unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take out the variables that this machine may set for all processes."""
-    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "E2E_REGISTRY_PLATFORM_TAG", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     """A scratch repository; variables that this machine may set for all processes are taken out."""
-    unset_variables(monkeypatch)
+    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "E2E_REGISTRY_PLATFORM_TAG", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
     root = tmp_path / "repository"
     root.mkdir()
     return Repository(root)

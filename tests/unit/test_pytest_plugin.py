@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,24 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repositories import Repository, unset_variables
-
-pytest_plugins = ["pytester"]
+from repositories import Repository
 
 TEST = "tests/e2e/test_stub.py"
 
 
-@pytest.fixture
-def scratch(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    """A scratch repository where pytester runs pytest."""
-    unset_variables(monkeypatch)
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    return Repository(pytester.path)
+def environment() -> dict[str, str]:
+    """This process's environment without what says that it runs a test."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
 
 
-def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    """Run pytest in a process of its own, without pytester's options."""
-    return pytester.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments)
+def run(repository: Repository, *arguments: str) -> pytest.RunResult:
+    """Run pytest in a process of its own, in the root of a repository.
+
+    The class is pytester's; not its fixture, which unloads NumPy from this process.
+    """
+    command = [sys.executable, "-B", "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=repository.root, env=environment(), capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr)
+    return pytest.RunResult(
+        done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), time.monotonic() - began
+    )
 
 
 def results(repository: Repository) -> list[dict[str, Any]]:
@@ -45,41 +50,39 @@ def results(repository: Repository) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------ collecting
 
 
-def test_a_registered_file_is_one_item_and_is_never_imported(pytester: pytest.Pytester, scratch: Repository) -> None:
+def test_a_registered_file_is_one_item_and_is_never_imported(repository: Repository) -> None:
     """Not even where other plugins make a module of it; other files, and ordinary tests beside it, stay pytest's."""
-    registered = scratch.root / TEST
-    registered.write_text(f"open({str(scratch.root / 'imported')!r}, 'w')\n{registered.read_text()}")
-    (scratch.root / "tests/e2e/test_ordinary.py").write_text("def test_it():\n    '''register_e2e_ci'''\n")
-    elsewhere = scratch.root / "tests/unit"
+    registered = repository.root / TEST
+    registered.write_text(f"open({str(repository.root / 'imported')!r}, 'w')\n{registered.read_text()}")
+    (repository.root / "tests/e2e/test_ordinary.py").write_text("def test_it():\n    '''register_e2e_ci'''\n")
+    elsewhere = repository.root / "tests/unit"
     elsewhere.mkdir()
     (elsewhere / "test_elsewhere.py").write_text(f"{(registered).read_text()}\ndef test_it(): pass\n".split("\n", 1)[1])
-    collected = run(pytester, "--collect-only", "-q", "--doctest-modules", "--strict-markers")
+    collected = run(repository, "--collect-only", "-q", "--doctest-modules", "--strict-markers")
     assert [line for line in collected.outlines if "::" in line] == [
         "tests/e2e/test_ordinary.py::test_it",
         f"{TEST}::test_stub",
         "tests/unit/test_elsewhere.py::test_it",
     ]
-    outcome = run(pytester, "-rs", "--strict-markers")
+    outcome = run(repository, "-rs", "--strict-markers")
     outcome.assert_outcomes(passed=2, skipped=1)
     outcome.stdout.fnmatch_lines([f"SKIPPED * {TEST}: runs a training recipe: give --e2e"])
-    assert not (scratch.root / "imported").exists()
-    assert not (scratch.root / ".e2e_runs").exists()
+    assert not (repository.root / "imported").exists()
+    assert not (repository.root / ".e2e_runs").exists()
 
 
 @pytest.mark.parametrize("case", ["unknown keyword", "not python", "not imported"])
-def test_a_bad_registration_is_a_collection_error_with_its_place(
-    pytester: pytest.Pytester, scratch: Repository, case: str
-) -> None:
+def test_a_bad_registration_is_a_collection_error_with_its_place(repository: Repository, case: str) -> None:
     changes = {
         "unknown keyword": ("est_time", "est_tim", "*test_stub.py:4:est_tim: unknown keyword*"),
         "not python": ("register_e2e_ci(\n", "register_e2e_ci((\n", "*test_stub.py:*: is not valid Python*"),
         "not imported": ("main, register_e2e_ci", "main", "*test_stub.py:3: `register_e2e_ci` is called, but is not*"),
     }
     old, new, message = changes[case]
-    path = scratch.root / TEST
+    path = repository.root / TEST
     path.write_text(path.read_text().replace(old, new, 1))
-    scratch.write_test("test_fine")
-    outcome = run(pytester, "--continue-on-collection-errors")
+    repository.write_test("test_fine")
+    outcome = run(repository, "--continue-on-collection-errors")
     outcome.assert_outcomes(errors=1, skipped=1)
     outcome.stdout.fnmatch_lines([message])
     outcome.stdout.no_fnmatch_line("*Traceback*")
@@ -87,27 +90,25 @@ def test_a_bad_registration_is_a_collection_error_with_its_place(
     assert outcome.ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_what_concerns_the_whole_repository_is_an_error_of_its_tests_alone(
-    pytester: pytest.Pytester, scratch: Repository
-) -> None:
-    (scratch.root / "test_ordinary.py").write_text("def test_it(): pass\n")
-    (scratch.root / "tests/e2e/more").mkdir()
-    (scratch.root / "tests/e2e/more/test_stub.py").write_text((scratch.root / TEST).read_text())
-    shared = run(pytester, "--continue-on-collection-errors", "test_ordinary.py", TEST)
+def test_what_concerns_the_whole_repository_is_an_error_of_its_tests_alone(repository: Repository) -> None:
+    (repository.root / "test_ordinary.py").write_text("def test_it(): pass\n")
+    (repository.root / "tests/e2e/more").mkdir()
+    (repository.root / "tests/e2e/more/test_stub.py").write_text((repository.root / TEST).read_text())
+    shared = run(repository, "--continue-on-collection-errors", "test_ordinary.py", TEST)
     shared.assert_outcomes(passed=1, errors=1)
     shared.stdout.fnmatch_lines(["*has the stem of tests/e2e/more/test_stub.py: *"])
-    (scratch.root / "pyproject.toml").write_text("[tool.e2e_registry]\ntest_folder = []\n")
-    settings = run(pytester, "--continue-on-collection-errors", "test_ordinary.py", TEST)
+    (repository.root / "pyproject.toml").write_text("[tool.e2e_registry]\ntest_folder = []\n")
+    settings = run(repository, "--continue-on-collection-errors", "test_ordinary.py", TEST)
     settings.assert_outcomes(passed=1, errors=1)
     settings.stdout.fnmatch_lines(["*pyproject.toml:tool.e2e_registry.test_folder: unknown key*"])
 
 
-def test_selection_by_mark_keyword_and_option(pytester: pytest.Pytester, scratch: Repository) -> None:
-    scratch.write_test("test_fast", suite="short-cpu", labels=["fsdp", "lora"])
-    scratch.write_test("test_slow", suite="short-cpu", labels=["fsdp"], nightly=True)
+def test_selection_by_mark_keyword_and_option(repository: Repository) -> None:
+    repository.write_test("test_fast", suite="short-cpu", labels=["fsdp", "lora"])
+    repository.write_test("test_slow", suite="short-cpu", labels=["fsdp"], nightly=True)
 
     def selected(*arguments: str) -> set[str]:
-        outcome = run(pytester, "--strict-markers", "--collect-only", "-q", *arguments)
+        outcome = run(repository, "--strict-markers", "--collect-only", "-q", *arguments)
         return {line.split("::")[1] for line in outcome.outlines if "::" in line}
 
     assert selected("-m", "e2e") == {"test_fast", "test_slow", "test_stub"}
@@ -116,29 +117,27 @@ def test_selection_by_mark_keyword_and_option(pytester: pytest.Pytester, scratch
     assert selected("-m", "e2e(label='fsdp') and not e2e(nightly=True)") == {"test_fast"}
     assert selected("-k", "short-cpu and not lora") == {"test_slow"}
     assert selected("tests/e2e/test_fast.py::test_fast") == {"test_fast"}
-    folder = run(pytester, "--e2e", "-rs", "-m", "e2e(nightly=True)")
+    folder = run(repository, "--e2e", "-rs", "-m", "e2e(nightly=True)")
     folder.stdout.fnmatch_lines(["*nightly: give --e2e-nightly, or name the file"])
     for arguments in (["--e2e-nightly", "-m", "e2e(nightly=True)"], ["tests/e2e/test_slow.py"]):
-        run(pytester, "--e2e", *arguments).stdout.fnmatch_lines(["no-standard  tests/e2e/test_slow.py *"])
+        run(repository, "--e2e", *arguments).stdout.fnmatch_lines(["no-standard  tests/e2e/test_slow.py *"])
 
 
-def test_a_repository_that_has_these_options_itself_is_left_alone(
-    pytester: pytest.Pytester, scratch: Repository
-) -> None:
-    (scratch.root / "conftest.py").write_text(
+def test_a_repository_that_has_these_options_itself_is_left_alone(repository: Repository) -> None:
+    (repository.root / "conftest.py").write_text(
         "import sys\n"
         "def pytest_addoption(parser):\n"
         "    parser.addoption('--e2e', action='store_true')\n"
         "def pytest_unconfigure(config):\n"
         "    print('loaded', sorted({'torch', 'ray', 'pandas', 'pyarrow', 'numpy'} & set(sys.modules)))\n"
     )
-    (scratch.root / "test_ordinary.py").write_text(
+    (repository.root / "test_ordinary.py").write_text(
         "def test_it(pytestconfig): assert pytestconfig.getoption('--e2e')\n"
     )
-    outcome = run(pytester, "--e2e", "test_ordinary.py")
+    outcome = run(repository, "--e2e", "test_ordinary.py")
     outcome.assert_outcomes(passed=1)
     outcome.stdout.fnmatch_lines(["loaded []"])
-    run(pytester, "--e2e", TEST).stdout.fnmatch_lines([f"no-standard  {TEST} *"])
+    run(repository, "--e2e", TEST).stdout.fnmatch_lines([f"no-standard  {TEST} *"])
 
 
 # ------------------------------------------------------------------------------------------------ running
@@ -165,27 +164,27 @@ def write_every_verdict(repository: Repository) -> None:
     repository.write_test("test_error", env={"VALUE": "${NOT_SET_ANYWHERE}"})
 
 
-def test_results_are_those_of_the_command_line_also_under_xdist(pytester: pytest.Pytester, scratch: Repository) -> None:
-    write_every_verdict(scratch)
-    assert scratch.cli("check", "--all").code == 2  # the worst: a variable is not set
-    checked = results(scratch)
+def test_results_are_those_of_the_command_line_also_under_xdist(repository: Repository) -> None:
+    write_every_verdict(repository)
+    assert repository.cli("check", "--all").code == 2  # the worst: a variable is not set
+    checked = results(repository)
     assert {test["verdict"] for test in checked} == {
         *("match", "mismatch", "no-standard", "failed", "skipped", "error")
     }
     for arguments in ([], ["-n2"]):
-        (scratch.root / ".e2e_runs/results.json").unlink()
-        outcome = run(pytester, "--e2e", *arguments)
+        (repository.root / ".e2e_runs/results.json").unlink()
+        outcome = run(repository, "--e2e", *arguments)
         outcome.assert_outcomes(passed=1, failed=4, skipped=2, xfailed=1)
         assert outcome.ret == pytest.ExitCode.TESTS_FAILED
-        assert results(scratch) == checked
+        assert results(repository) == checked
 
 
-def test_a_failure_shows_the_report_of_the_registry(pytester: pytest.Pytester, scratch: Repository) -> None:
-    write_every_verdict(scratch)
-    outcome = run(pytester, "--e2e", "-rxs", "--junitxml=junit.xml", "-W", "error")
+def test_a_failure_shows_the_report_of_the_registry(repository: Repository) -> None:
+    write_every_verdict(repository)
+    outcome = run(repository, "--e2e", "-rxs", "--junitxml=junit.xml", "-W", "error")
     shown = "\n".join(line.rstrip() for line in outcome.outlines)
     for name in ("mismatch", "failed", "error"):
-        report = scratch.cli("check", "--test", f"tests/e2e/test_{name}.py").out
+        report = repository.cli("check", "--test", f"tests/e2e/test_{name}.py").out
         lines = [line.rstrip() for line in report.splitlines()[1:] if "kept run" not in line and "RUN" not in line]
         for line in lines:
             assert re.sub(r"\d{8}T\S+", "", line) in re.sub(r"\d{8}T\S+", "", shown)
@@ -196,7 +195,7 @@ def test_a_failure_shows_the_report_of_the_registry(pytester: pytest.Pytester, s
             "SKIPPED * tests/e2e/test_disabled.py:3: disabled: waits for a machine",
         ]
     )
-    cases = ElementTree.parse(scratch.root / "junit.xml").getroot().iter("testcase")
+    cases = ElementTree.parse(repository.root / "junit.xml").getroot().iter("testcase")
     verdicts = {
         case.get("name"): {entry.get("name"): entry.get("value") for entry in case.iter("property")}.get("verdict")
         for case in cases
@@ -206,39 +205,39 @@ def test_a_failure_shows_the_report_of_the_registry(pytester: pytest.Pytester, s
     assert verdicts["test_disabled"] == "skipped"
 
 
-def test_exitfirst_ends_after_the_first_failure_and_runs_nothing_more(
-    pytester: pytest.Pytester, scratch: Repository
-) -> None:
-    scratch.write_test("test_another")
-    outcome = run(pytester, "--e2e", "-x")
+def test_exitfirst_ends_after_the_first_failure_and_runs_nothing_more(repository: Repository) -> None:
+    repository.write_test("test_another")
+    outcome = run(repository, "--e2e", "-x")
     outcome.assert_outcomes(failed=1)
-    assert len(scratch.runs) == 1
-    assert len(results(scratch)) == 1
+    assert len(repository.runs) == 1
+    assert len(results(repository)) == 1
 
 
-def test_recording(pytester: pytest.Pytester, scratch: Repository) -> None:
-    created = run(pytester, "--e2e-record")
+def test_recording(repository: Repository) -> None:
+    created = run(repository, "--e2e-record")
     created.assert_outcomes(passed=1)
     created.stdout.fnmatch_lines([f"created  {TEST}  cpu-x86_64-portable", "  2 runs agree", "  next: review and*"])
-    run(pytester, "--e2e").assert_outcomes(passed=1)
-    scratch.write_recipe("import os; SCALE = int.from_bytes(os.urandom(4), 'little')")
-    before = scratch.standard.read_bytes()
-    refused = run(pytester, "--e2e-record")
+    run(repository, "--e2e").assert_outcomes(passed=1)
+    repository.write_recipe("import os; SCALE = int.from_bytes(os.urandom(4), 'little')")
+    before = repository.standard.read_bytes()
+    refused = run(repository, "--e2e-record")
     refused.assert_outcomes(failed=1)
     refused.stdout.fnmatch_lines([f"refused  {TEST} *", "  two runs of the same recipe do not agree*"])
-    scratch.write_recipe("raise SystemExit(3)")
-    failed = run(pytester, "--e2e-record")
+    repository.write_recipe("raise SystemExit(3)")
+    failed = run(repository, "--e2e-record")
     failed.assert_outcomes(failed=1)
     failed.stdout.fnmatch_lines(["*the recipe exited with code 3*"])
-    assert scratch.standard.read_bytes() == before
+    assert repository.standard.read_bytes() == before
 
 
 @pytest.mark.parametrize("workers", [[], ["-n1"]])
-def test_an_interrupt_leaves_no_process_of_a_recipe(scratch: Repository, workers: list[str]) -> None:
-    alive = scratch.root / "alive"
-    scratch.write_recipe(f"import os, time; open({str(alive)!r}, 'w').write(str(os.getpid())); time.sleep(120)")
+def test_an_interrupt_leaves_no_process_of_a_recipe(repository: Repository, workers: list[str]) -> None:
+    alive = repository.root / "alive"
+    repository.write_recipe(f"import os, time; open({str(alive)!r}, 'w').write(str(os.getpid())); time.sleep(120)")
     command = [sys.executable, "-m", "pytest", "--e2e", *workers]
-    with subprocess.Popen(command, cwd=scratch.root, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=repository.root, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
         _wait_until(lambda: alive.exists() and alive.read_text())
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=60)
