@@ -9,18 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from e2e_registry.assertion import assert_matches_standard
     from e2e_registry.errors import RegistryError
     from e2e_registry.recording import MetricRecorder
     from e2e_registry.registration import main, register_e2e_ci
     from e2e_registry.tolerance import Tolerance
 
 __version__ = "0.1.0"
-__all__ = ["MetricRecorder", "RegistryError", "Tolerance", "main", "register_e2e_ci"]
+__all__ = ["MetricRecorder", "RegistryError", "Tolerance", "assert_matches_standard", "main", "register_e2e_ci"]
 
 _HOMES = {
     "MetricRecorder": "recording",
     "RegistryError": "errors",
     "Tolerance": "tolerance",
+    "assert_matches_standard": "assertion",
     "main": "registration",
     "register_e2e_ci": "registration",
 }

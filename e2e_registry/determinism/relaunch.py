@@ -18,11 +18,14 @@ from typing import NoReturn
 from e2e_registry.determinism.profiles import NO_VARIABLES, PROFILES, Profile, Variable, When, get_profile
 from e2e_registry.determinism.state import initial_environment, was_set_in_time
 from e2e_registry.determinism.switches import DeterminismError
-from e2e_registry.determinism.variables import child_environment
+from e2e_registry.determinism.variables import Origin, child_environment
 
 #: Holds the process id that was started over. ``exec`` keeps the id and a child has another, so that a program
 #: starts over once, and so may each of its children.
 MARKER = "E2E_REGISTRY_RELAUNCHED"
+
+#: Names the variables that starting over added, because nobody had set them.
+ADDED = "E2E_REGISTRY_RELAUNCHED_WITH"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,20 @@ def bootstrap(profile: str | Profile, *, train_env_vars: Mapping[str, str] = NO_
         )
     # Asked only now, because it costs a subprocess: the names that this interpreter's NumPy knows.
     child = child_environment(profile, caller=os.environ, train_env_vars=train_env_vars, python=sys.executable)
-    _replace_process({**child.variables, MARKER: str(os.getpid())})
+    added = " ".join(setting.variable.name for setting in child.settings if setting.origin is Origin.PROFILE)
+    _replace_process({**child.variables, MARKER: str(os.getpid()), ADDED: added})
+
+
+def callers_environment() -> dict[str, str]:
+    """Return ``os.environ`` without what starting over added to it.
+
+    What a program was started over with is nobody's choice for the programs that it launches in turn: these may be
+    under another profile, which must not take it for the caller's wish.
+    """
+    initial = initial_environment() or {}
+    added = os.environ.get(ADDED, "").split()
+    own = {name for name in added if os.environ.get(name) == initial.get(name)} | {ADDED, MARKER}
+    return {name: value for name, value in os.environ.items() if name not in own}
 
 
 def _replace_process(environment: Mapping[str, str]) -> NoReturn:

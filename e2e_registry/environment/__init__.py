@@ -11,6 +11,7 @@ from e2e_registry.environment.difference import (
     arguments,
     arguments_equal,
     difference,
+    shared_software_equal,
     software_equal,
     software_group,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "redact_command",
     "redact_text",
     "redact_variables",
+    "shared_software_equal",
     "software_equal",
     "software_facts",
     "software_group",

@@ -79,6 +79,16 @@ def software_equal(want: Mapping[str, Any], got: Mapping[str, Any]) -> bool:
     return software_group(want) == software_group(got)
 
 
+def shared_software_equal(want: Mapping[str, Any], got: Mapping[str, Any]) -> bool:
+    """Whether two records agree on what both had loaded.
+
+    For a process that loads what it happens to need, such as one that runs tests: a selection of these, or another
+    order, loads fewer libraries, and none of the missing ones took part.
+    """
+    wanted, found = software_group(want), software_group(got)
+    return all(wanted[name] == found[name] for name in wanted.keys() & found.keys())
+
+
 def arguments(environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a record says was asked for: script or command, arguments, registered variables, seed."""
     recipe = environment.get("recipe") or {}

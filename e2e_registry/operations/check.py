@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from e2e_registry.comparison import Assessment, TestVerdict, check_invariants, compare
 from e2e_registry.config import Settings
@@ -75,10 +76,11 @@ def _quarantine(registration: Registration) -> str | None:
     return f"until {quarantine.until.isoformat()}: {quarantine.reason}"
 
 
-def write_results(assessments: Sequence[Assessment], settings: Settings) -> Path:
+def write_results(assessments: Sequence[Assessment] | Sequence[dict[str, Any]], settings: Settings) -> Path:
     """Write ``results.json`` of a check into the run folder and return its path."""
     path = settings.run_dir / RESULTS_FILE
-    write_json(path, {"format": RESULTS_FORMAT, "tests": [assessment.to_json() for assessment in assessments]})
+    tests = [assessment if isinstance(assessment, dict) else assessment.to_json() for assessment in assessments]
+    write_json(path, {"format": RESULTS_FORMAT, "tests": tests})
     return path
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from e2e_registry.operations.standards import (
 from e2e_registry.registration import Registration
 from e2e_registry.series import SeriesBatch, SeriesKey
 from e2e_registry.standard import Standard, StandardMetadata, content_digest, write_standard
-from e2e_registry.tolerance import Policies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +162,7 @@ def require_recordable(registration: Registration, run: ObservedRun, *, allow_un
         )
     breaks = check_invariants(run.batches(), registration.invariant)
     if breaks:
-        raise MismatchError(_breaks_text(breaks), where=registration.test_id, hint=_breaks_hint(breaks))
+        raise breaks_error(breaks, where=registration.test_id, hint=_breaks_hint(breaks))
 
 
 def require_complete(run: ObservedRun) -> None:
@@ -189,13 +188,14 @@ def require_complete(run: ObservedRun) -> None:
         )
 
 
-def _breaks_text(breaks: Sequence[InvariantBreak]) -> str:
+def breaks_error(breaks: Sequence[InvariantBreak], *, where: str, hint: str) -> MismatchError:
+    """Return the error that names the invariants which do not hold."""
     texts = []
     for broken in breaks:
         what = "is not finite" if broken.what == "finite" else f"breaks {broken.invariant}"
         place = f"at {broken.count} point(s), first at step {broken.step}"
         texts.append(f"{broken.key} {what} {place}: {broken.point.value!r}")
-    return "; ".join(texts)
+    return MismatchError("; ".join(texts), where=where, hint=hint)
 
 
 def _breaks_hint(breaks: Sequence[InvariantBreak]) -> str:
@@ -309,12 +309,8 @@ def prepare_standard(
     kept_old: list[SeriesKey] = []
     if change is not None and not refresh:
         kept_old = [result.key for result in change.series if result.verdict is Verdict.WITHIN_TOLERANCE]
-    batches = list(_merged(run, registration.policies(), old, frozenset(kept_old)))
-    changes = [] if old is None else _metadata_changes(old.metadata, metadata)
-    action = Action.CREATED
-    if old is not None:
-        is_same = content_digest(batches, metadata.observed) == content_digest(old.batches(), metadata.observed)
-        action = Action.UPDATED if not is_same else Action.VALUES_UNCHANGED if changes else Action.UNCHANGED
+    batches = list(with_old_rows(kept_batches(run, registration.policies()), old, kept_old))
+    action, changes = action_on(batches, metadata, old)
     outcome = StandardChange(
         subject=registration.test_id,
         platform=run.platform,
@@ -332,30 +328,75 @@ def prepare_standard(
     return PreparedStandard(path=path, batches=batches, metadata=metadata, change=outcome)
 
 
-def _merged(
-    run: ObservedRun, policies: Policies, old: Standard | None, kept_old: frozenset[SeriesKey]
+def with_old_rows(
+    stream: Iterable[SeriesBatch], old: Standard | None, kept_old: Sequence[SeriesKey]
 ) -> Iterator[SeriesBatch]:
-    """Stream the run's series, with the old rows of those in ``kept_old``, in key order."""
+    """Yield a stream with the old standard's rows of the series in ``kept_old``, in key order."""
     old_rows: dict[SeriesKey, list[SeriesBatch]] = {key: [] for key in kept_old}
     for batch in () if old is None else old.batches():
         if batch.key in old_rows:
             old_rows[batch.key].append(batch)
-    for batch in kept_batches(run, policies):
+    for batch in stream:
         if batch.key in kept_old:
             yield from old_rows.pop(batch.key, ())
         else:
             yield batch
 
 
+def action_on(
+    batches: Sequence[SeriesBatch],
+    metadata: StandardMetadata,
+    old: Standard | None,
+    *,
+    is_same_software: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] = software_equal,
+) -> tuple[Action, list[str]]:
+    """Return what writing a standard would do to the one that is there, and what changes beside the values.
+
+    Raises:
+        StorageError: The old standard cannot be read.
+    """
+    if old is None:
+        return Action.CREATED, []
+    changes = _metadata_changes(old.metadata, metadata)
+    if not is_same_software(old.metadata.environment, metadata.environment):
+        changes.append("software")
+    is_same = content_digest(batches, metadata.observed) == content_digest(old.batches(), metadata.observed)
+    return Action.UPDATED if not is_same else Action.VALUES_UNCHANGED if changes else Action.UNCHANGED, changes
+
+
+def replace_if_changed(
+    path: Path,
+    batches: Sequence[SeriesBatch],
+    metadata: StandardMetadata,
+    old: Standard | None,
+    *,
+    is_same_software: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] = software_equal,
+) -> tuple[Action, list[str]]:
+    """Write a standard unless what is there holds the same; return what was done, and what changed beside the values.
+
+    Args:
+        path: The standard.
+        batches: Its series.
+        metadata: What it says about itself.
+        old: What is there.
+        is_same_software: Whether two environments have the same software.
+
+    Raises:
+        StorageError: The standard cannot be read or written.
+    """
+    action, changes = action_on(batches, metadata, old, is_same_software=is_same_software)
+    if action is not Action.UNCHANGED:
+        write_standard(path, batches, metadata)
+    return action, changes
+
+
 def _metadata_changes(old: StandardMetadata, new: StandardMetadata) -> list[str]:
-    """Say what changed beside the values, of the things that a rewrite is worth; empty if nothing."""
+    """Say what changed beside values and software, of the things that a rewrite is worth; empty if nothing."""
     changes = []
     if dict(old.policies) != dict(new.policies):
         changes.append("policies: " + ", ".join(_policy_changes(old.policies, new.policies)))
     if not arguments_equal(old.environment, new.environment):
         changes.append("arguments")
-    if not software_equal(old.environment, new.environment):
-        changes.append("software")
     if old.platform != new.platform or old.test != new.test or old.kind != new.kind:
         changes.append("test, platform or kind")
     was_unproven = old.recorded.get("runs_agreed") == REPEAT_UNPROVEN

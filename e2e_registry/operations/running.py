@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import re
 import secrets
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 from e2e_registry import __version__
 from e2e_registry.config import SLUG_RULE, Settings, is_slug
+from e2e_registry.determinism.relaunch import callers_environment
 from e2e_registry.determinism.state import read_state
 from e2e_registry.determinism.variables import (
     NO_VARIABLES,
@@ -170,7 +170,7 @@ def recipe_environment(registration: Registration, run_dir: Path, *, is_pinned: 
     Raises:
         RegistrationError: A variable that the registration names is not set.
     """
-    environ = dict(os.environ)
+    environ = callers_environment()
     stated = registration.launch_env(run_dir=run_dir, environ=environ)
     if not is_pinned:
         return unpinned_environment(registration.profile, caller=environ, registration=stated)
@@ -260,7 +260,7 @@ def run_command(
     """
     run_dir = new_run_dir(settings, "command")
     start = child_environment if is_pinned else unpinned_environment
-    child = start(profile, caller=dict(os.environ))
+    child = start(profile, caller=callers_environment())
     fields = {"{run_dir}": str(run_dir)} | ({} if seed is None else {"{seed}": str(seed)})
     argv = [_filled(argument, fields) for argument in command]
     excluded = [settings.standards_dir, settings.run_dir]

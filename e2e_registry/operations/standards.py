@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from e2e_registry.comparison.change import REPEAT_UNPROVEN
 from e2e_registry.config import Settings
@@ -84,7 +85,6 @@ def metadata_of(
     """
     policies = registration.policies()
     names = () if run.recording is None else run.recording.metrics
-    source = run.environment.get("source", {})
     return StandardMetadata(
         test=registration.test_id,
         platform=run.platform,
@@ -95,16 +95,31 @@ def metadata_of(
             if policies.policy(name).kind is not PolicyKind.UNREGISTERED
         },
         environment=run.environment,
-        recorded={
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": [without_machine_paths(word) for word in redact_command(["e2e-registry", *sys.argv[1:]])],
-            "head": source.get("head"),
-            "dirty": source.get("dirty"),
-            "source_tree": source.get("source_tree"),
-            "runs_agreed": REPEAT_UNPROVEN if agreed is None or agreed < 2 else agreed,
-            "reason": reason,
-        },
+        recorded=recorded_facts(run.environment, ["e2e-registry", *sys.argv[1:]], agreed=agreed, reason=reason),
     )
+
+
+def recorded_facts(
+    environment: Mapping[str, Mapping[str, Any]], command: Sequence[str], *, agreed: int | None, reason: str | None
+) -> dict[str, Any]:
+    """Return what a standard says of its recording.
+
+    Args:
+        environment: The facts of the run by group.
+        command: What recorded it; secrets and paths of this machine are masked.
+        agreed: How many runs agreed; None for a run that nothing was compared with.
+        reason: Why it was recorded, in the author's words.
+    """
+    source = environment.get("source", {})
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": [without_machine_paths(word) for word in redact_command(command)],
+        "head": source.get("head"),
+        "dirty": source.get("dirty"),
+        "source_tree": source.get("source_tree"),
+        "runs_agreed": REPEAT_UNPROVEN if agreed is None or agreed < 2 else agreed,
+        "reason": reason,
+    }
 
 
 def write_candidate(registration: Registration, run: ObservedRun) -> Path:

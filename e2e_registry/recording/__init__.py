@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from e2e_registry.recording.digests import digest_of
+    from e2e_registry.recording.gathering import gather
     from e2e_registry.recording.reader import RunRecording, read_run
     from e2e_registry.recording.recorder import MetricRecorder
 
-__all__ = ["MetricRecorder", "RunRecording", "digest_of", "read_run"]
+__all__ = ["MetricRecorder", "RunRecording", "digest_of", "gather", "read_run"]
 
-_HOMES = {"MetricRecorder": "recorder", "RunRecording": "reader", "digest_of": "digests", "read_run": "reader"}
+_HOMES = {
+    "MetricRecorder": "recorder",
+    "RunRecording": "reader",
+    "digest_of": "digests",
+    "gather": "gathering",
+    "read_run": "reader",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,21 +14,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from e2e_registry.registration.coverage import check_digest_policies, check_ulp_policies
     from e2e_registry.registration.declaration import Quarantine, Registration
-    from e2e_registry.registration.discovery import discover, find_test, is_discovered
+    from e2e_registry.registration.discovery import discover, find_test, is_discovered, test_locations
     from e2e_registry.registration.entry import main, register_e2e_ci
-    from e2e_registry.registration.source import read_registration
+    from e2e_registry.registration.source import declares_test, read_registration
 
 __all__ = [
     "Quarantine",
     "Registration",
     "check_digest_policies",
     "check_ulp_policies",
+    "declares_test",
     "discover",
     "find_test",
     "is_discovered",
     "main",
     "read_registration",
     "register_e2e_ci",
+    "test_locations",
 ]
 
 _HOMES = {
@@ -36,12 +38,14 @@ _HOMES = {
     "Registration": "declaration",
     "check_digest_policies": "coverage",
     "check_ulp_policies": "coverage",
+    "declares_test": "source",
     "discover": "discovery",
     "find_test": "discovery",
     "is_discovered": "discovery",
     "main": "entry",
     "read_registration": "source",
     "register_e2e_ci": "entry",
+    "test_locations": "discovery",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,7 +22,7 @@ def discover(settings: Settings) -> list[Registration]:
             files share a stem and so would share their standards.
         UsageError: A test folder that the settings name does not exist, or cannot be read.
     """
-    locations = _test_files(settings)
+    locations = test_locations(settings)
     registrations: list[Registration] = []
     errors: list[RegistrationError] = []
     for location in locations:
@@ -40,11 +40,18 @@ def discover(settings: Settings) -> list[Registration]:
     return registrations
 
 
-def find_test(settings: Settings, path_or_id: str | Path) -> Registration:
+def find_test(
+    settings: Settings, path_or_id: str | Path, *, locations: Sequence[Location] | None = None
+) -> Registration:
     """Return one test, given by a path from the current folder, an absolute path, or its id.
 
     A file outside the test folders is accepted, as pytest accepts a file that it would not collect; only
     :func:`discover` and what is built on it pass it by (see :func:`is_discovered`).
+
+    Args:
+        settings: The repository's settings.
+        path_or_id: The test.
+        locations: What :func:`test_locations` returned a moment ago, for who finds many tests one by one.
 
     Raises:
         UsageError: There is no such file.
@@ -54,7 +61,8 @@ def find_test(settings: Settings, path_or_id: str | Path) -> Registration:
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None and any(candidate.is_dir() for candidate in candidates):
         raise UsageError(f"{path_or_id} is a folder, not a test", hint="name one file, or select with --suite or --all")
-    locations = _test_files(settings)
+    if locations is None:
+        locations = test_locations(settings)
     if file is None:
         known = [location.test_id for location in locations]
         raise UsageError(
@@ -67,11 +75,15 @@ def find_test(settings: Settings, path_or_id: str | Path) -> Registration:
 
 def is_discovered(registration: Registration, settings: Settings) -> bool:
     """Whether :func:`discover` would find the test; if not, no suite runs it."""
-    return any(location.test_id == registration.test_id for location in _test_files(settings))
+    return any(location.test_id == registration.test_id for location in test_locations(settings))
 
 
-def _test_files(settings: Settings) -> list[Location]:
-    """Return all ``test_*.py`` below the test folders, each once, sorted by id."""
+def test_locations(settings: Settings) -> list[Location]:
+    """Return all ``test_*.py`` below the test folders, each once, sorted by id; whether they declare a test or not.
+
+    Raises:
+        UsageError: A test folder that the settings name does not exist, or cannot be read.
+    """
     found: dict[str, Location] = {}
     for folder in settings.test_dirs:
         if not folder.is_dir():

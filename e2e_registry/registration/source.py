@@ -31,6 +31,26 @@ _MUTATORS = frozenset(
 )
 
 
+def declares_test(source: bytes) -> bool:
+    """Whether a file means to declare a test, rightly or not: it calls or imports ``register_e2e_ci``.
+
+    One that names the function and cannot be parsed counts too: :func:`read_registration` says what is wrong with it.
+    """
+    name = "register_e2e_ci"
+    if name.encode() not in source:  # true of nearly every file, which need not be parsed then
+        return False
+    try:
+        nodes = ast.walk(parse("", source))
+    except (RegistrationError, RecursionError):
+        return True
+    return any(
+        (isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names))
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name)
+        or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name)
+        for node in nodes
+    )
+
+
 def read_registration(file: Path, settings: Settings) -> Registration:
     """Read the registration of a test file from its source; the file is never executed.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -66,6 +67,19 @@ def make_console(*, stderr: bool = False) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = LOG_WIDTH
     return console
+
+
+def rendered(print_to: Callable[[Console], None]) -> str:
+    """Return as plain text what is printed to a console: for logs and messages that others show."""
+    file = io.StringIO()
+    console = Console(file=file, width=LOG_WIDTH, color_system=None, highlight=False, emoji=False, markup=False)
+    print_to(console)
+    return file.getvalue().rstrip("\n")
+
+
+def assessment_text(assessment: Assessment) -> str:
+    """Return what :func:`print_assessment` prints."""
+    return rendered(lambda console: print_assessment(assessment, console))
 
 
 def print_table(table: Table, console: Console, *, indent: int = 2) -> None:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from e2e_registry.comparison import Action, StandardChange, Verdict
 from e2e_registry.comparison.change import REPEAT_UNPROVEN
-from e2e_registry.reports.console import print_comparison, print_environment, print_line, print_table
+from e2e_registry.reports.console import print_comparison, print_environment, print_line, print_table, rendered
 from e2e_registry.reports.inventory import extents_table
 from e2e_registry.reports.values import count_text, listed
 from e2e_registry.series import SeriesExtent
@@ -57,6 +57,11 @@ def print_outcome(change: StandardChange, console: Console) -> None:
     """Print whether the standard was written, and how much it holds."""
     verb = "stays as it was" if change.action is Action.UNCHANGED else "written"
     print_line(console, f"{change.path} {verb} ({count_text(change.num_points, 'point')})")
+
+
+def change_text(change: StandardChange) -> str:
+    """Return what :func:`print_change` prints."""
+    return rendered(lambda console: print_change(change, console))
 
 
 def _agreement(change: StandardChange) -> str:
