@@ -25,6 +25,7 @@ HEAD_SOURCE_TREE_VARIABLE = "E2E_REGISTRY_HEAD_SOURCE_TREE"
 
 _NO_VARIABLES: Mapping[str, str] = {}
 _READ_SIZE = 1 << 20
+_SUBMODULE_MODE = b"160000"
 # Compiled files are derived from the sources beside them and differ by the clock; running a recipe makes them, and a
 # run must not change the source tree that it records.
 _DERIVED = b"__pycache__"
@@ -190,17 +191,19 @@ def _checked_out(top: bytes, commit: str, folder: bytes, base: bytes, excluded: 
     Raises:
         OSError: Git cannot read or write the commit.
     """
-    work_tree = os.path.join(top, folder)
-    index = os.path.join(base, b"index-" + hashlib.sha256(folder).hexdigest().encode())
-    target = os.path.join(base, b"tree", folder).rstrip(b"/") + b"/"
-    variables = {"GIT_INDEX_FILE": os.fsdecode(index)}
-    # `checkout-index` reads .gitattributes from the index, so those of the commit.
-    for arguments in (
-        ["read-tree", commit],
-        ["checkout-index", "--all", "--force", "--quiet", f"--prefix={os.fsdecode(target)}"],
-    ):
-        if _git(work_tree, *arguments, variables=variables) is None:
-            raise OSError(f"git {arguments[0]} fails on {commit}")
+    repository = os.path.join(top, folder)
+    git_dir = _git(repository, "rev-parse", "--absolute-git-dir")
+    work_tree = os.path.join(base, b"tree", folder)
+    os.makedirs(work_tree, exist_ok=True)
+    variables = {
+        "GIT_DIR": os.fsdecode((git_dir or b"").removesuffix(b"\n")),
+        "GIT_WORK_TREE": os.fsdecode(work_tree),
+        "GIT_INDEX_FILE": os.fsdecode(os.path.join(base, hashlib.sha256(folder).hexdigest().encode())),
+    }
+    # Unlike `checkout-index`, which reads .gitattributes from the work tree, this takes those of the commit.
+    command = ["read-tree", "--reset", "-u", "--no-recurse-submodules", commit]
+    if not git_dir or _git(work_tree, *command, variables=variables) is None:
+        raise OSError(f"git cannot check out {commit}")
     listing = _git(work_tree, "ls-files", "-z", "--stage", variables=variables) or b""
     for line in filter(None, listing.split(b"\0")):
         facts, _, name = line.partition(b"\t")
@@ -208,7 +211,7 @@ def _checked_out(top: bytes, commit: str, folder: bytes, base: bytes, excluded: 
         path = os.path.join(folder, name)
         if path in excluded:
             continue
-        if mode != b"160000":
+        if mode != _SUBMODULE_MODE:
             yield path
         elif _is_repository(os.path.join(top, path)):
             yield from _checked_out(top, object_id.decode(), path, base, excluded)

@@ -252,8 +252,9 @@ def test_a_revision_has_the_tree_of_its_clean_checkout(checkout: Checkout, tmp_p
     checkout.git("stash", "-q", "--include-untracked")
     clean = checkout.tree
     checkout.git("checkout", "-q", "HEAD^")
-    (checkout.root / "run.bat").unlink()  # git writes a file again only if its content changed, not its attributes
-    checkout.git("checkout", "-q", "--", "run.bat")
+    for name in ("run.bat", "shouted.up"):  # git writes a file again if its content changed, not if its attributes did
+        (checkout.root / name).unlink()
+        checkout.git("checkout", "-q", "--", name)
     assert (checkout.root / "run.bat").read_bytes() == b"echo one\r\necho two\r\n"
     assert (checkout.root / "shouted.up").read_text() == "QUIET\n"
     assert checkout.tree == found != clean
