@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from e2e_registry import __version__
-from e2e_registry.cli import adopt, check, compare, doctor, inventory, lint, record, repeat, run, seeds
+from e2e_registry.cli import adopt, check, compare, doctor, inventory, lint, merge, plan, record, repeat, run, seeds
 from e2e_registry.cli.parsing import CommandAfterDashes, ManyValues
 from e2e_registry.errors import ExitCode, RegistryError
 
@@ -97,6 +97,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run,
     "list": inventory.list_,
     "show": inventory.show,
+    "plan": plan.plan,
+    "merge": merge.merge,
     "doctor": doctor.doctor,
     "lint": lint.lint,
     "repeat": repeat.repeat,

@@ -30,6 +30,14 @@ MatchAllLabels = Annotated[
 Partition = Annotated[
     str | None, typer.Option("--partition", metavar="I/N", help="Of what is selected, take part I of N.")
 ]
+FromResults = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--from-results",
+        metavar="PATH",
+        help="The tests whose results ask for a new standard: results.json files, or folders of downloaded artifacts.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 AllMetrics = Annotated[bool, typer.Option("--all-metrics", help="Show every series, also those that are equal.")]
 AllowUnknownState = Annotated[

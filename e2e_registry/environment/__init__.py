@@ -14,7 +14,7 @@ from e2e_registry.environment.difference import (
     software_equal,
     software_group,
 )
-from e2e_registry.environment.platform_slug import platform_slug
+from e2e_registry.environment.platform_slug import may_be_platform_of, platform_slug
 from e2e_registry.environment.record import GROUPS, compose, launch_facts, platform_facts, software_facts
 from e2e_registry.environment.redaction import redact_command, redact_text, redact_variables, without_machine_paths
 from e2e_registry.environment.source import source_facts, source_tree_of_revision
@@ -27,6 +27,7 @@ __all__ = [
     "compose",
     "difference",
     "launch_facts",
+    "may_be_platform_of",
     "platform_facts",
     "platform_slug",
     "redact_command",
