@@ -13,6 +13,9 @@ def check(
     suite: options.Suite = None,
     all_: options.All = False,
     nightly: options.Nightly = False,
+    labels: options.Labels = None,
+    match_all_labels: options.MatchAllLabels = False,
+    partition: options.Partition = None,
     all_metrics: options.AllMetrics = False,
     allow_empty: options.AllowEmpty = False,
     json: options.Json = False,
@@ -25,8 +28,17 @@ def check(
     from e2e_registry.reports.console import make_console, print_assessment, print_summary
 
     settings = options.settings(test[0] if test else None)
+    selection = options.selection(
+        tests=test,
+        suite=suite,
+        everything=all_,
+        nightly=nightly,
+        labels=labels,
+        match_all_labels=match_all_labels,
+        partition=partition,
+    )
     try:
-        registrations = select(settings, tests=test or (), suite=suite, everything=all_, nightly=nightly)
+        registrations = select(settings, **selection)
     except NothingSelectedError:
         if not allow_empty:
             raise

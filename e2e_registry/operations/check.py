@@ -55,7 +55,7 @@ def check_test(
     reason = skip_reason(registration)
     if reason is not None:
         return Assessment(subject=registration.test_id, verdict=TestVerdict.SKIPPED, reasons=[reason])
-    quarantine = _quarantine(registration)
+    quarantine = quarantine_text(registration)
     try:
         run = run_test(registration, settings, on_line=on_line, cancellation=cancellation)
         assessment = assess(registration, run, settings)
@@ -68,7 +68,7 @@ def check_test(
         return Assessment(subject=subject, verdict=TestVerdict.ERROR, error=error, quarantine=quarantine)
 
 
-def _quarantine(registration: Registration) -> str | None:
+def quarantine_text(registration: Registration) -> str | None:
     """Return why and until when a failure does not block; None for a test that blocks today."""
     quarantine = registration.quarantine
     if quarantine is None or quarantine.blocks_on(datetime.datetime.now(datetime.UTC).date()):
