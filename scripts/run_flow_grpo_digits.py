@@ -18,12 +18,12 @@ import typer
 
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor_group import ActorGroup, AttentionOptions, GroupSpec, launch
-from e2e_registry.recipes.command_line import command_line, parse_env_vars
+from e2e_registry.recipes.command_line import RolloutDtypeArgs, command_line, parse_env_vars
 from e2e_registry.recipes.flow_grpo_config import FlowGrpoConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptArgs:
+class ScriptArgs(RolloutDtypeArgs):
     """The options of the command line."""
 
     deterministic_mode: Annotated[
@@ -50,9 +50,6 @@ class ScriptArgs:
     colocate: Annotated[
         bool, typer.Option("--colocate/--disaggregate", help="Whether the engine shares train rank 0's device.")
     ] = True
-    rollout_precision: Annotated[
-        Literal["fp32", "bf16", "fp16"], typer.Option(help="Of the engine; the trainer computes in fp32.")
-    ] = "fp32"
     rollout_seed: Annotated[
         int | None, typer.Option(min=0, help="Of prompts, sampling noise and the reward model; default: --seed.")
     ] = None
@@ -86,8 +83,9 @@ def group_specs(args: ScriptArgs) -> tuple[GroupSpec, GroupSpec]:
         prompts=args.prompts,
         group_size=args.group_size,
         micro_batch_size=args.micro_batch_size or samples // args.train_ranks,
-        precision=args.rollout_precision,
+        precision=args.engine_precision(),
     )
+    dtypes = args.dtypes()
     rollout_seed = args.seed if args.rollout_seed is None else args.rollout_seed
     shared: dict[str, Any] = {
         "device": args.device,
@@ -100,7 +98,7 @@ def group_specs(args: ScriptArgs) -> tuple[GroupSpec, GroupSpec]:
     train = GroupSpec(
         role="train",
         actor=f"{home}:FlowGrpoTrainer",
-        kwargs={"config": config, "lr": args.lr, "max_grad_norm": args.max_grad_norm},
+        kwargs={"config": config, "lr": args.lr, "max_grad_norm": args.max_grad_norm, "dtypes": dtypes},
         world_size=args.train_ranks,
         seed=args.seed,
         **shared,
@@ -108,7 +106,7 @@ def group_specs(args: ScriptArgs) -> tuple[GroupSpec, GroupSpec]:
     rollout = GroupSpec(
         role="rollout",
         actor=f"{home}:FlowGrpoEngine",
-        kwargs={"config": dataclasses.replace(config, seed=rollout_seed)},
+        kwargs={"config": dataclasses.replace(config, seed=rollout_seed), "overrides": dtypes.overrides},
         seed=rollout_seed,
         colocated_with="train" if args.colocate else None,
         **shared,
@@ -130,7 +128,7 @@ def one_rollout(args: ScriptArgs, train: ActorGroup, rollout: ActorGroup, index:
 
     Weights and samples go from actor to actor: the driver holds references only, and needs no torch.
     """
-    exported = train.call("export_weights", index, args.rollout_precision)
+    exported = train.call("export_weights", index, args.engine_precision())
     digest, (weights,) = exported[0]
     rollout.call("load_weights", ref=weights)
     is_match = rollout.call("log_weights", digest, index)[0]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from e2e_registry.recipes import digits
 from e2e_registry.recipes.actor import ActorContext
 from e2e_registry.recipes.algorithms import clipped_policy_loss, group_advantages
+from e2e_registry.recipes.dtype_policy import DtypeOverride, DtypePolicy
 from e2e_registry.recipes.flow_grpo_config import FlowGrpoConfig
 from e2e_registry.recipes.flow_matching import training_pair
 from e2e_registry.recipes.rewards import read_probability, train_reader
@@ -79,8 +80,12 @@ def _contiguous(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 class FlowGrpoTrainer(TrainActor):
     """One of the train ranks."""
 
-    def __init__(self, context: ActorContext, config: FlowGrpoConfig, *, lr: float, max_grad_norm: float) -> None:
-        super().__init__(context, DigitsPolicy, shard=(JointTransformerBlock,), lr=lr, max_grad_norm=max_grad_norm)
+    def __init__(
+        self, context: ActorContext, config: FlowGrpoConfig, *, lr: float, max_grad_norm: float, dtypes: DtypePolicy
+    ) -> None:
+        super().__init__(
+            context, DigitsPolicy, shard=(JointTransformerBlock,), lr=lr, max_grad_norm=max_grad_norm, dtypes=dtypes
+        )
         self.config = config
 
     def warm_up(self, steps: int, batch_size: int, lr: float) -> None:
@@ -104,7 +109,8 @@ class FlowGrpoTrainer(TrainActor):
             inputs = (tensor[part].to(self.device) for tensor in (noisy, sigma, labels[rows]))
             loss = (self.model(*inputs) - velocity[part].to(self.device)).square().mean()
             mean_loss, grad_norm = self.update([loss], count=1)
-            self.recorder.log({"train/warm_up_loss": mean_loss, "train/warm_up_grad_norm": grad_norm}, step=step)
+            seen = {"train/warm_up_loss": mean_loss, "train/warm_up_grad_norm": grad_norm}
+            self.recorder.log({**seen, **self.gradient_metrics("train/warm_up_")}, step=step)
         self.optimizer.param_groups[0]["lr"] = policy_lr
         # Moments of another objective would steer the first policy updates.
         self.optimizer.state.clear()
@@ -130,7 +136,8 @@ class FlowGrpoTrainer(TrainActor):
             loss, grad_norm = self.update(losses, count=micro_batches * self.config.denoise_steps)
             if update == 0:  # the trainer still had the engine's weights
                 self.recorder.log(seen.agreement(own), step=step)
-            self.recorder.log({**seen.movement(own), "train/loss": loss, "train/grad_norm": grad_norm}, step=step)
+            seen_by_all = {"train/loss": loss, "train/grad_norm": grad_norm, **self.gradient_metrics()}
+            self.recorder.log({**seen.movement(own), **seen_by_all}, step=step)
         return {"loss": loss, "grad_norm": grad_norm}
 
     def _losses(self, own: Batch, clip_range: float, seen: _Transitions) -> Iterator[Tensor]:
@@ -191,8 +198,8 @@ class _Transitions:
 class FlowGrpoEngine(RolloutEngine):
     """Draws groups of digits for prompts, and rewards them."""
 
-    def __init__(self, context: ActorContext, config: FlowGrpoConfig) -> None:
-        super().__init__(context, DigitsPolicy, precision=config.precision)
+    def __init__(self, context: ActorContext, config: FlowGrpoConfig, *, overrides: tuple[DtypeOverride, ...]) -> None:
+        super().__init__(context, DigitsPolicy, precision=config.precision, overrides=overrides)
         self.config = config
         self.mean_reward = 0.0
         self.reader, accuracy = train_reader(config.seed)

@@ -11,7 +11,7 @@ from e2e_registry.recipes.flow_matching import SdeStep, noise_schedule
 if TYPE_CHECKING:
     import torch
 
-    from e2e_registry.recipes.rollout_engine import Precision
+    from e2e_registry.recipes.dtype_policy import Precision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,7 +137,7 @@ def test_trainer_and_engine_agree_to_the_bit_in_equal_precision(baseline: Path) 
 def test_an_engine_in_bfloat16_holds_the_rounded_weights_and_is_measured(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounded = run(script, tmp_path / "bf16", monkeypatch, rollout_precision="bf16")
+    rounded = run(script, tmp_path / "bf16", monkeypatch, rollout_precision="bf16", allow_dtype_mismatch=True)
     assert values(rounded, "rollout/weights_match") == [1.0, 1.0]
     assert all(1e-5 < value < 0.1 for value in values(rounded, "train/model_output_mean_abs_diff"))
 
