@@ -5,6 +5,8 @@ In small what OCR rewards are for text in images: a frozen reader, trained on re
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -71,3 +73,14 @@ def read_probability(reader: DigitReader, images: Tensor, prompted: Tensor) -> T
     """
     probabilities = torch.softmax(reader(images.clamp(-1.0, 1.0)), dim=1)
     return probabilities.gather(1, prompted.unsqueeze(1)).squeeze(1)
+
+
+def reward_statistics(rewards: Tensor) -> dict[str, Any]:
+    """Return the metrics of a rollout's raw rewards, before any normalization."""
+    exact = rewards.double()
+    return {
+        "rollout/reward/raw_mean": exact.mean(),
+        "rollout/reward/raw_median": exact.median(),
+        "rollout/reward/raw_std": exact.std(),
+        "rollout/reward/raw_num_samples": rewards.numel(),
+    }
