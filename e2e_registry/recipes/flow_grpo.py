@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from diffusers.models.attention import JointTransformerBlock
@@ -16,7 +15,7 @@ from e2e_registry.recipes.actor import ActorContext
 from e2e_registry.recipes.algorithms import clipped_policy_loss, group_advantages
 from e2e_registry.recipes.flow_grpo_config import FlowGrpoConfig
 from e2e_registry.recipes.flow_matching import training_pair
-from e2e_registry.recipes.rewards import read_probability, train_reader
+from e2e_registry.recipes.rewards import read_probability, reward_statistics, train_reader
 from e2e_registry.recipes.rollout_engine import RolloutEngine
 from e2e_registry.recipes.train_actor import TrainActor
 
@@ -94,21 +93,17 @@ class FlowGrpoTrainer(TrainActor):
         images, labels = digits.load()
         generator = self.config.generator("warm-up")
         part = self.share(batch_size)
-        policy_lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.param_groups[0]["lr"] = lr
-        for step in range(steps):
-            rows = torch.randint(digits.TRAINING_IMAGES, (batch_size,), generator=generator)
-            noise = torch.randn(images[rows].shape, generator=generator)
-            sigma = torch.rand(batch_size, generator=generator)
-            noisy, velocity = training_pair(images[rows], noise, sigma)
-            inputs = (tensor[part].to(self.device) for tensor in (noisy, sigma, labels[rows]))
-            loss = (self.model(*inputs) - velocity[part].to(self.device)).square().mean()
-            mean_loss, grad_norm = self.update([loss], count=1)
-            self.recorder.log({"train/warm_up_loss": mean_loss, "train/warm_up_grad_norm": grad_norm}, step=step)
-        self.optimizer.param_groups[0]["lr"] = policy_lr
-        # Moments of another objective would steer the first policy updates.
-        self.optimizer.state.clear()
-        self.steps_done = 0
+        with self.warming_up(lr):
+            for step in range(steps):
+                rows = torch.randint(digits.TRAINING_IMAGES, (batch_size,), generator=generator)
+                noise = torch.randn(images[rows].shape, generator=generator)
+                sigma = torch.rand(batch_size, generator=generator)
+                self.recorder.log_digest("data/warm_up", {"rows": rows, "noise": noise, "sigma": sigma}, step=step)
+                noisy, velocity = training_pair(images[rows], noise, sigma)
+                inputs = (tensor[part].to(self.device) for tensor in (noisy, sigma, labels[rows]))
+                loss = (self.model(*inputs) - velocity[part].to(self.device)).square().mean()
+                mean_loss, grad_norm = self.update([loss], count=1)
+                self.recorder.log({"train/warm_up_loss": mean_loss, "train/warm_up_grad_norm": grad_norm}, step=step)
 
     def train_on(self, rollout: int, updates: int, clip_range: float, batch: Batch) -> dict[str, float]:
         """Take ``updates`` optimizer steps on one rollout, each over all transitions of all samples.
@@ -130,7 +125,8 @@ class FlowGrpoTrainer(TrainActor):
             loss, grad_norm = self.update(losses, count=micro_batches * self.config.denoise_steps)
             if update == 0:  # the trainer still had the engine's weights
                 self.recorder.log(seen.agreement(own), step=step)
-            self.recorder.log({**seen.movement(own), "train/loss": loss, "train/grad_norm": grad_norm}, step=step)
+            norms = {"train/grad_norm": grad_norm, **self.grad_norm_metrics}
+            self.recorder.log({**seen.movement(own), "train/loss": loss, **norms}, step=step)
         return {"loss": loss, "grad_norm": grad_norm}
 
     def _losses(self, own: Batch, clip_range: float, seen: _Transitions) -> Iterator[Tensor]:
@@ -244,14 +240,3 @@ class FlowGrpoEngine(RolloutEngine):
         self.recorder.log_digest("rollout/samples", batch["latents"][:, -1], step=rollout)
         self.recorder.log_digest("rollout/rewards", batch["rewards"], step=rollout)
         self.recorder.log(reward_statistics(batch["rewards"]), step=rollout)
-
-
-def reward_statistics(rewards: Tensor) -> dict[str, Any]:
-    """Return the metrics of a rollout's raw rewards, before any normalization."""
-    exact = rewards.double()
-    return {
-        "rollout/reward/raw_mean": exact.mean(),
-        "rollout/reward/raw_median": exact.median(),
-        "rollout/reward/raw_std": exact.std(),
-        "rollout/reward/raw_num_samples": rewards.numel(),
-    }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor import ActorContext
+from e2e_registry.recipes.gradients import gradient_norms
 from e2e_registry.recipes.rollout_engine import DTYPES, Precision
 from e2e_registry.recording.digests import digest_of
 
@@ -32,6 +34,9 @@ class TrainActor:
         shard: Types of the modules that become FSDP units of their own, besides the root.
         lr: Of the default optimizer.
         max_grad_norm: The global gradient norm that :meth:`update` clips to.
+
+    Attributes:
+        grad_norms: Of the last update, before clipping: the gradient norm of each group of parameters, over all ranks.
     """
 
     def __init__(
@@ -52,6 +57,26 @@ class TrainActor:
         context.adopt_attention(self.model)
         shard_model(self.model.to(self.device), shard)
         self.optimizer = (build_optimizer or (lambda parameters: adamw(parameters, lr=lr)))(self.model.parameters())
+        self.steps_done = 0
+        self.grad_norms: dict[str, float] = {}
+
+    @property
+    def grad_norm_metrics(self) -> dict[str, float]:
+        """:attr:`grad_norms` by the names that recipes log them under."""
+        return {f"train/grad_norm/{group}": norm for group, norm in self.grad_norms.items()}
+
+    @contextlib.contextmanager
+    def warming_up(self, lr: float) -> Iterator[None]:
+        """Train at another learning rate; afterwards the optimizer and the count of steps start afresh.
+
+        Moments of another objective would steer the first updates of the next.
+        """
+        group = self.optimizer.param_groups[0]
+        lr_after = group["lr"]
+        group["lr"] = lr
+        yield
+        group["lr"] = lr_after
+        self.optimizer.state.clear()
         self.steps_done = 0
 
     def share(self, count: int) -> slice:
@@ -84,6 +109,7 @@ class TrainActor:
                 self.model.set_requires_gradient_sync(index == count - 1)
             (loss / count).backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double() / count
+        self.grad_norms = gradient_norms(self.model)
         grad_norm = clip_grad_norm(self.model.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.steps_done += 1
