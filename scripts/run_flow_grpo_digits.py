@@ -133,9 +133,7 @@ def one_rollout(args: ScriptArgs, train: ActorGroup, rollout: ActorGroup, index:
     rollout.call("load_weights", ref=weights)
     is_match = rollout.call("log_weights", digest, index)[0]
     batch = rollout.call_kept("generate", index)
-    reward = rollout.call("last_mean_reward")[0]
-    losses = train.call("train_on", index, args.updates, args.clip_range, ref=batch)[0]
-    values = {"reward": reward, **losses}
+    values = train.call("train_on", index, args.updates, args.clip_range, ref=batch)[0]
     shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
     return shown if is_match else f"{shown}  (the engine does not hold the trainer's weights)"
 

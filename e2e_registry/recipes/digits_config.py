@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from e2e_registry.determinism.seeding import derive_seed
+from e2e_registry.recipes.generators import stream_generator
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,4 @@ class DigitsConfig:
 
     def generator(self, stream: str) -> torch.Generator:
         """Return a CPU generator of its own for one use."""
-        import torch
-
-        # torch's CPU generator looks at 32 bits of its seed.
-        return torch.Generator().manual_seed(derive_seed(self.seed, stream=stream) & 0xFFFFFFFF)
+        return stream_generator(self.seed, stream)

@@ -25,14 +25,8 @@ from e2e_registry.recipes.train_actor import TrainActor
 
 Batch = Mapping[str, Tensor]
 
-#: Parts of :class:`DigitsPolicy` by the prefixes of their parameters' names: everything is in one of them.
-GRADIENT_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("prompt_embedding.", "transformer.context_embedder."),
-    "image": ("transformer.pos_embed.",),
-    "time": ("transformer.time_text_embed.",),
-    "blocks": ("transformer.transformer_blocks.",),
-    "output": ("transformer.norm_out.", "transformer.proj_out."),
-}
+#: What FSDP2 shards one by one.
+UNITS = (JointTransformerBlock,)
 
 
 class DigitsPolicy(nn.Module):
@@ -92,24 +86,9 @@ class DigitsTrainer(TrainActor):
     """A train rank; a subclass has the objective."""
 
     def __init__(
-        self,
-        context: ActorContext,
-        config: DigitsConfig,
-        *,
-        lr: float,
-        max_grad_norm: float,
-        dtypes: DtypePolicy,
-        grad_groups: Mapping[str, tuple[str, ...]] | None = None,
+        self, context: ActorContext, config: DigitsConfig, *, lr: float, max_grad_norm: float, dtypes: DtypePolicy
     ) -> None:
-        super().__init__(
-            context,
-            DigitsPolicy,
-            shard=(JointTransformerBlock,),
-            lr=lr,
-            max_grad_norm=max_grad_norm,
-            dtypes=dtypes,
-            grad_groups=grad_groups,
-        )
+        super().__init__(context, DigitsPolicy, shard=UNITS, lr=lr, max_grad_norm=max_grad_norm, dtypes=dtypes)
         self.config = config
 
     def warm_up(self, steps: int, batch_size: int, lr: float) -> None:
@@ -123,22 +102,17 @@ class DigitsTrainer(TrainActor):
         images, labels = digits.load()
         generator = self.config.generator("warm-up")
         part = self.share(batch_size)
-        policy_lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.param_groups[0]["lr"] = lr
-        for step in range(steps):
-            rows = torch.randint(digits.TRAINING_IMAGES, (batch_size,), generator=generator)
-            noise = torch.randn(images[rows].shape, generator=generator)
-            sigma = torch.rand(batch_size, generator=generator)
-            noisy, velocity = training_pair(images[rows], noise, sigma)
-            inputs = (tensor[part].to(self.device) for tensor in (noisy, sigma, labels[rows]))
-            loss = (self.model(*inputs) - velocity[part].to(self.device)).square().mean()
-            mean_loss, grad_norm = self.update([loss], count=1)
-            seen = {"train/warm_up_loss": mean_loss, "train/warm_up_grad_norm": grad_norm}
-            self.recorder.log({**seen, **self.gradient_metrics("train/warm_up_")}, step=step)
-        self.optimizer.param_groups[0]["lr"] = policy_lr
-        # Moments of another objective would steer the first policy updates.
-        self.optimizer.state.clear()
-        self.steps_done = 0
+        with self.warming_up(lr):
+            for step in range(steps):
+                rows = torch.randint(digits.TRAINING_IMAGES, (batch_size,), generator=generator)
+                noise = torch.randn(images[rows].shape, generator=generator)
+                sigma = torch.rand(batch_size, generator=generator)
+                self.recorder.log_digest("data/warm_up", {"rows": rows, "noise": noise, "sigma": sigma}, step=step)
+                noisy, velocity = training_pair(images[rows], noise, sigma)
+                inputs = (tensor[part].to(self.device) for tensor in (noisy, sigma, labels[rows]))
+                loss = (self.model(*inputs) - velocity[part].to(self.device)).square().mean()
+                mean_loss, grad_norm = self.update([loss], count=1)
+                self.recorder.log({"train/warm_up_loss": mean_loss, "train/warm_up_grad_norm": grad_norm}, step=step)
 
 
 class DigitsEngine(RolloutEngine):

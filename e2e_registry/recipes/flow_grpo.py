@@ -37,8 +37,8 @@ class FlowGrpoTrainer(DigitsTrainer):
             loss, grad_norm = self.update(losses, count=micro_batches * self.config.denoise_steps)
             if update == 0:  # the trainer still had the engine's weights
                 self.recorder.log(seen.agreement(own), step=step)
-            seen_by_all = {"train/loss": loss, "train/grad_norm": grad_norm, **self.gradient_metrics()}
-            self.recorder.log({**seen.movement(own), **seen_by_all}, step=step)
+            norms = {"train/grad_norm": grad_norm, **self.grad_norm_metrics, **self.scaling_metrics}
+            self.recorder.log({**seen.movement(own), "train/loss": loss, **norms}, step=step)
         return {"reward": batch["rewards"].mean().item(), "loss": loss, "grad_norm": grad_norm}
 
     def _losses(self, own: Batch, clip_range: float, seen: _Transitions) -> Iterator[Tensor]:

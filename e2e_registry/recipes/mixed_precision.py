@@ -23,13 +23,15 @@ DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat
 
 
 def compute_dtypes(model: nn.Module, policy: DtypePolicy) -> dict[str, torch.dtype]:
-    """Return the dtype in which each parameter computes, by name.
+    """Return the dtype in which each parameter computes, by name; one that is tied, by each of its names.
 
     Raises:
         UsageError: A pattern matches no parameter.
     """
-    names = (name for name, _ in model.named_parameters())
-    return {name: DTYPES[dtype] for name, dtype in policy.compute_dtypes(names).items()}
+    resolved = policy.compute_dtypes(name for name, _ in model.named_parameters())
+    first_name = {id(parameter): name for name, parameter in model.named_parameters()}
+    everything = model.named_parameters(remove_duplicate=False)
+    return {name: DTYPES[resolved[first_name[id(parameter)]]] for name, parameter in everything}
 
 
 def cast_parameters(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:

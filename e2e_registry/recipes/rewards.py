@@ -1,4 +1,4 @@
-"""The reward of a generated digit: the probability that a classifier reads what the prompt asked for.
+"""The reward of a generated digit: the probability that a classifier reads what the prompt asked for; and statistics.
 
 In small what OCR rewards are for text in images: a frozen reader, trained on real data, that the policy cannot change.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from e2e_registry.determinism import derive_seed
 from e2e_registry.recipes import digits
+from e2e_registry.recipes.generators import stream_generator
 
 
 class DigitReader(nn.Module):
@@ -47,7 +47,7 @@ def train_reader(seed: int, *, steps: int = 200, batch_size: int = 64, noise: fl
         noise: Standard deviation of the noise.
     """
     images, labels = digits.load()
-    generator = torch.Generator().manual_seed(derive_seed(seed, stream="reader") & 0xFFFFFFFF)
+    generator = stream_generator(seed, "reader")
     reader = DigitReader()
     optimizer = torch.optim.AdamW(reader.parameters(), lr=3e-3, fused=True)
     for _ in range(steps):

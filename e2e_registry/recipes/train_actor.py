@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor import ActorContext
 from e2e_registry.recipes.dtype_policy import FP32, DtypePolicy, Precision
+from e2e_registry.recipes.gradients import clip_grad_norm, gradient_norms
 from e2e_registry.recipes.mixed_precision import DTYPES, cast_parameters, compute_dtypes, fsdp_policy, regions
 from e2e_registry.recording.digests import digest_of
 
@@ -34,14 +35,15 @@ class TrainActor:
         lr: Of the default optimizer.
         max_grad_norm: The global gradient norm that :meth:`update` clips to.
         dtypes: In which the model is kept, computes and reduces, and whether losses are scaled.
-        grad_groups: Parts of the model whose gradient norms :meth:`gradient_metrics` gives, as name to the prefixes of
-            their parameters' names.
 
     Attributes:
         exported: The model whose weights engines get; a recipe that samples from another policy sets it.
+        grad_norms: Of the last update, before clipping: the gradient norm of each group of parameters, over all ranks.
+        scaling_metrics: Of the last update, as recipes log it; empty without loss scaling. ``train/loss_scale`` is what
+            its loss was multiplied by, ``train/step_skipped`` 1 where a gradient overflowed and the weights stayed.
 
     Raises:
-        UsageError: A dtype override fits no part of the model, or no parameter is in a gradient group.
+        UsageError: A dtype override fits no part of the model.
     """
 
     def __init__(
@@ -54,7 +56,6 @@ class TrainActor:
         lr: float = 1e-3,
         max_grad_norm: float = 1.0,
         dtypes: DtypePolicy = FP32,
-        grad_groups: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.context = context
         self.recorder = context.recorder
@@ -66,8 +67,8 @@ class TrainActor:
         self.optimizer = (build_optimizer or (lambda parameters: adamw(parameters, lr=lr)))(self.model.parameters())
         self.scaler = _grad_scaler(dtypes, self.device)
         self.steps_done = 0
-        self._grad_groups = _parameters_of(self.model, grad_groups or {})
-        self._gradient_metrics: dict[str, float] = {}
+        self.grad_norms: dict[str, float] = {}
+        self.scaling_metrics: dict[str, float] = {}
 
     def sharded(self, model: nn.Module, units: tuple[type[nn.Module], ...]) -> nn.Module:
         """Give a model that was built on the CPU its attention backend, device and dtypes, and shard it in place."""
@@ -77,6 +78,25 @@ class TrainActor:
         )
         shard_model(model.to(self.device), units, self.dtypes)
         return model
+
+    @property
+    def grad_norm_metrics(self) -> dict[str, float]:
+        """:attr:`grad_norms` by the names that recipes log them under."""
+        return {f"train/grad_norm/{group}": norm for group, norm in self.grad_norms.items()}
+
+    @contextlib.contextmanager
+    def warming_up(self, lr: float) -> Iterator[None]:
+        """Train at another learning rate; afterwards the optimizer and the count of steps start afresh.
+
+        Moments of another objective would steer the first updates of the next.
+        """
+        group = self.optimizer.param_groups[0]
+        lr_after = group["lr"]
+        group["lr"] = lr
+        yield
+        group["lr"] = lr_after
+        self.optimizer.state.clear()
+        self.steps_done = 0
 
     def share(self, count: int) -> slice:
         """Return this rank's contiguous share of ``count`` samples.
@@ -111,11 +131,11 @@ class TrainActor:
             total += loss.detach().double() / count
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        self._gradient_metrics = {name: grad_norm(members) for name, members in self._grad_groups.items()}
-        norm = clip_grad_norm(self.model.parameters(), self.max_grad_norm)
+        self.grad_norms = gradient_norms(self.model)
+        grad_norm = clip_grad_norm(self.model.parameters(), self.max_grad_norm)
         self._step()
         self.steps_done += 1
-        return self.mean_over_ranks(total), norm
+        return self.mean_over_ranks(total), grad_norm
 
     def _step(self) -> None:
         """Step the optimizer; with loss scaling not where a gradient overflowed, on whichever rank.
@@ -130,15 +150,7 @@ class TrainActor:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         is_skipped = self.scaler.get_scale() < scale
-        self._gradient_metrics |= {"loss_scale": scale, "step_skipped": int(is_skipped)}
-
-    def gradient_metrics(self, prefix: str = "train/") -> dict[str, float]:
-        """Return what the last :meth:`update` saw besides its loss and norm, as metrics.
-
-        ``grad_norm/<group>`` before clipping; with loss scaling also ``loss_scale``, which that update's loss was
-        multiplied by, and ``step_skipped``: 1 where a gradient overflowed and the weights stayed.
-        """
-        return {f"{prefix}{name}": value for name, value in self._gradient_metrics.items()}
+        self.scaling_metrics = {"train/loss_scale": scale, "train/step_skipped": int(is_skipped)}
 
     def mean_over_ranks(self, value: Tensor) -> float:
         """Return the mean over ranks of a float64 scalar."""
@@ -201,58 +213,6 @@ def adamw(parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float 
     Fused, because the others take torch's vectorised ``sqrt``, whose low bits differ between CPU vendors.
     """
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, betas=(0.9, 0.95), fused=True)
-
-
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale the sharded gradients so that their global 2-norm is at most ``max_norm``; return the norm before.
-
-    ``torch.nn.utils.clip_grad_norm_`` would end in torch's ``pow(0.5)`` here, which is not portable; the square root
-    of one number is Python's, which IEEE 754 rounds correctly.
-    """
-    members = list(parameters)
-    norm = grad_norm(members)
-    if norm > max_norm:
-        for grad in _local_gradients(members):
-            grad.mul_(max_norm / norm)
-    return norm
-
-
-def grad_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Return the global 2-norm of sharded gradients; a collective, so call it on every rank.
-
-    Not finite where a gradient is not. Of the NaNs there are, it is Python's: which one comes out of a sum depends on
-    the order of its terms, which says nothing about training.
-    """
-    local = _local_gradients(parameters)
-    device = local[0].device if local else torch.device("cpu")
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    for grad in local:
-        squares += grad.double().square().sum()
-    if distributed.is_initialized():
-        distributed.all_reduce(squares)
-    norm = math.sqrt(squares.item())
-    return math.nan if math.isnan(norm) else norm
-
-
-def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
-
-
-def _parameters_of(model: nn.Module, groups: Mapping[str, tuple[str, ...]]) -> dict[str, list[nn.Parameter]]:
-    """Return the members of each gradient group, by the name of its metric.
-
-    Raises:
-        UsageError: A group has none.
-    """
-    members = {
-        f"grad_norm/{group}": [value for name, value in model.named_parameters() if name.startswith(prefixes)]
-        for group, prefixes in groups.items()
-    }
-    for metric, found in members.items():
-        if not found:
-            raise UsageError(f"no parameter of the model belongs to {metric}")
-    return members
 
 
 def _grad_scaler(dtypes: DtypePolicy, device: torch.device) -> torch.amp.GradScaler | None:

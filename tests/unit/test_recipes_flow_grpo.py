@@ -24,7 +24,7 @@ from torch import distributed
 from e2e_registry import MetricRecorder
 from e2e_registry.comparison import Comparison, compare
 from e2e_registry.errors import UsageError
-from e2e_registry.recipes import flow_grpo, train_actor
+from e2e_registry.recipes import digits_policy, flow_grpo, train_actor
 from e2e_registry.recipes.actor import ActorContext, GroupSpec
 from e2e_registry.recording import read_run
 from e2e_registry.series import decode_values
@@ -152,8 +152,8 @@ def _other_options(**options: Any) -> Plant:
 
 def _change_rewards(change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-        original = flow_grpo.read_probability
-        monkeypatch.setattr(flow_grpo, "read_probability", lambda *args: change(original(*args)))
+        original = digits_policy.read_probability
+        monkeypatch.setattr(digits_policy, "read_probability", lambda *args: change(original(*args)))
 
     return plant
 
@@ -168,8 +168,8 @@ def _shift_groups(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
 
 
 def _drop_a_sample(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    original = flow_grpo.reward_statistics
-    monkeypatch.setattr(flow_grpo, "reward_statistics", lambda rewards: original(rewards[:-1]))
+    original = digits_policy.reward_statistics
+    monkeypatch.setattr(digits_policy, "reward_statistics", lambda rewards: original(rewards[:-1]))
 
 
 def _skip_the_sync(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
