@@ -57,8 +57,9 @@ def command_line(run: Callable[[Args], None], args_type: type[Args]) -> typer.Ty
 
 def _fields(args_type: type[Any]) -> list[dataclasses.Field[Any]]:
     """Return the dataclass's own fields, then those it inherits: ``--help`` should begin with what is the recipe's."""
-    own = vars(args_type).get("__annotations__", {})
-    return sorted(dataclasses.fields(args_type), key=lambda field: field.name not in own)
+    lineage = [vars(parent).get("__annotations__", {}) for parent in args_type.__mro__]
+    distance = {name: depth for depth, names in reversed(list(enumerate(lineage))) for name in names}
+    return sorted(dataclasses.fields(args_type), key=lambda field: distance[field.name])
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -32,6 +32,9 @@ UNITS = (JointTransformerBlock,)
 class DigitsPolicy(nn.Module):
     """Stable Diffusion 3's transformer in small (about 200,000 weights), prompted with a digit instead of a text."""
 
+    #: Of one image: channels, height, width.
+    SHAPE = (1, digits.SIDE, digits.SIDE)
+
     def __init__(self, width: int = 64, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
         self.prompt_embedding = nn.Embedding(digits.CLASSES, width)
@@ -142,7 +145,7 @@ class DigitsEngine(RolloutEngine):
         digit = torch.randint(digits.CLASSES, (config.prompts,), generator=generator)
         prompts = digit.repeat_interleave(config.group_size)
         # All noise of the rollout at once: what a sample gets does not depend on how samples are batched.
-        noise = torch.randn(config.samples, draws, 1, digits.SIDE, digits.SIDE, generator=generator)
+        noise = torch.randn(config.samples, draws, *DigitsPolicy.SHAPE, generator=generator)
         size = config.micro_batch_size
         kept = [
             self.sample(noise[i : i + size].to(self.device), prompts[i : i + size].to(self.device))

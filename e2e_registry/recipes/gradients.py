@@ -37,7 +37,7 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     for group, parameter in parameters:
         if parameter.grad is not None:
             is_sharded |= isinstance(parameter.grad, DTensor)
-            squares[groups.index(group)] += _local(parameter.grad).double().square().sum()
+            squares[groups.index(group)] += local_part(parameter.grad).double().square().sum()
     if is_sharded:
         distributed.all_reduce(squares)
     return {group: _root(square) for group, square in zip(groups, squares.tolist(), strict=True)}
@@ -48,7 +48,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
 
     ``torch.nn.utils.clip_grad_norm_`` would end in torch's ``pow(0.5)`` here, which is not portable.
     """
-    local = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    local = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     device = local[0].device if local else torch.device("cpu")
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for grad in local:
@@ -62,8 +62,9 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     return norm
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor; of one that is not sharded, all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _root(square: float) -> float:

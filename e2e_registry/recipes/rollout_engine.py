@@ -27,6 +27,9 @@ class RolloutEngine:
         precision: Of the parameters and of the forward pass; buffers stay as they are built.
         overrides: Parts that compute in another dtype; give what the trainer is given.
 
+    Attributes:
+        synced_at: The last ``step`` of :meth:`log_weights`: which of the trainer's exports the engine has.
+
     Raises:
         UsageError: An override fits no part of the model.
     """
@@ -48,6 +51,7 @@ class RolloutEngine:
         convert_at_regions(self.model, policy)
         cast_parameters(self.model, compute_dtypes(self.model, policy))
         self.model.to(self.device)
+        self.synced_at = -1
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights by what the trainer exported, already in this engine's precision."""
@@ -61,8 +65,9 @@ class RolloutEngine:
 
         Args:
             expected: The trainer's digest of its weights in this engine's precision.
-            step: The rollout.
+            step: The rollout that is drawn with them.
         """
+        self.synced_at = step
         held = digest_of(self.model.state_dict())
         self.recorder.log_digest("rollout/weights", self.model.state_dict(), step=step)
         self.recorder.log({"rollout/weights_match": int(held == expected)}, step=step)
