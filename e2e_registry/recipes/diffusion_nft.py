@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from e2e_registry.recipes.actor import ActorContext
 from e2e_registry.recipes.diffusion_nft_config import DiffusionNftConfig
@@ -36,6 +37,9 @@ class DiffusionNftTrainer(DigitsTrainer):
     @torch.no_grad()
     def follow(self, *, decay: float) -> None:
         """Move the old policy: ``decay`` times what it is, the rest the policy that is trained."""
+        # Without a backward pass nothing frees the weights that FSDP2 gathered for the root's last forward pass.
+        if isinstance(self.old, FSDPModule):
+            self.old.reshard()
         for old, new in zip(self.old.parameters(), self.model.parameters(), strict=True):
             local_part(old).mul_(decay).add_(local_part(new), alpha=1.0 - decay)
 
