@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from e2e_registry import MetricRecorder
 from e2e_registry.determinism import make_deterministic, seed_everything, seed_worker, worker_rng
+from e2e_registry.recipes.gradients import gradient_norms
 
 CLASSES = 10
 SIDE = 8
@@ -237,10 +238,11 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
+        group_norms = {f"train/grad_norm/{group}": norm for group, norm in gradient_norms(self.model).items()}
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
         self.schedule.step()
-        self.recorder.log({"train/loss": loss.detach(), "train/grad_norm": grad_norm}, step=step)
+        self.recorder.log({"train/loss": loss.detach(), "train/grad_norm": grad_norm, **group_norms}, step=step)
         return loss.item()
 
     @torch.no_grad()

@@ -37,6 +37,39 @@ def group_advantages(rewards: Tensor, group_size: int, *, epsilon: float = 1e-4)
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyTerms:
+    """The clipped objective of each action (a transition, a token), and how far the policy has moved on it.
+
+    Attributes:
+        losses: To be minimized; with gradient.
+        ratio: ``pi_new / pi_old``, same shape, without gradient.
+        is_clipped: Where the clipped term is the one that counts, same shape.
+    """
+
+    losses: Tensor
+    ratio: Tensor
+    is_clipped: Tensor
+
+
+def clipped_policy_terms(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_low: float, clip_high: float
+) -> PolicyTerms:
+    """Return ``max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))`` of each action.
+
+    Args:
+        log_prob: Under the policy that is trained, with gradient.
+        old_log_prob: Under the policy that drew the actions, same shape.
+        advantage: Broadcast to that shape.
+        clip_low: How far below 1 the ratio still has a gradient.
+        clip_high: How far above 1.
+    """
+    ratio = torch.exp(log_prob - old_log_prob)
+    unclipped = -advantage * ratio
+    clipped = -advantage * torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return PolicyTerms(torch.maximum(unclipped, clipped), ratio.detach(), (clipped > unclipped).detach())
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """The clipped objective of a batch of transitions, and how far the policy has moved on it.
 
@@ -60,7 +93,5 @@ def clipped_policy_loss(log_prob: Tensor, old_log_prob: Tensor, advantage: Tenso
         advantage: Shape ``(n,)``.
         clip_range: How far from 1 the ratio still has a gradient.
     """
-    ratio = torch.exp(log_prob - old_log_prob)
-    unclipped = -advantage * ratio
-    clipped = -advantage * torch.clamp(ratio, 1.0 - clip_range, 1.0 + clip_range)
-    return PolicyLoss(torch.maximum(unclipped, clipped).mean(), ratio.detach(), (clipped > unclipped).detach())
+    terms = clipped_policy_terms(log_prob, old_log_prob, advantage, clip_range, clip_range)
+    return PolicyLoss(terms.losses.mean(), terms.ratio, terms.is_clipped)

@@ -1,16 +1,18 @@
-"""The reward of a generated digit: the probability that a classifier reads what the prompt asked for.
+"""The reward of a generated digit: the probability that a classifier reads what the prompt asked for; and statistics.
 
 In small what OCR rewards are for text in images: a frozen reader, trained on real data, that the policy cannot change.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from e2e_registry.determinism import derive_seed
 from e2e_registry.recipes import digits
+from e2e_registry.recipes.generators import stream_generator
 
 
 class DigitReader(nn.Module):
@@ -45,7 +47,7 @@ def train_reader(seed: int, *, steps: int = 200, batch_size: int = 64, noise: fl
         noise: Standard deviation of the noise.
     """
     images, labels = digits.load()
-    generator = torch.Generator().manual_seed(derive_seed(seed, stream="reader") & 0xFFFFFFFF)
+    generator = stream_generator(seed, "reader")
     reader = DigitReader()
     optimizer = torch.optim.AdamW(reader.parameters(), lr=3e-3, fused=True)
     for _ in range(steps):
@@ -71,3 +73,14 @@ def read_probability(reader: DigitReader, images: Tensor, prompted: Tensor) -> T
     """
     probabilities = torch.softmax(reader(images.clamp(-1.0, 1.0)), dim=1)
     return probabilities.gather(1, prompted.unsqueeze(1)).squeeze(1)
+
+
+def reward_statistics(rewards: Tensor) -> dict[str, Any]:
+    """Return the metrics of a rollout's raw rewards, before any normalization."""
+    exact = rewards.double()
+    return {
+        "rollout/reward/raw_mean": exact.mean(),
+        "rollout/reward/raw_median": exact.median(),
+        "rollout/reward/raw_std": exact.std(),
+        "rollout/reward/raw_num_samples": rewards.numel(),
+    }

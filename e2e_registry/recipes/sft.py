@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from e2e_registry.determinism import derive_seed
 from e2e_registry.recipes import digits, latent_cache
 from e2e_registry.recipes.actor import ActorContext
+from e2e_registry.recipes.dtype_policy import DtypePolicy
 from e2e_registry.recipes.flow_matching import training_pair
+from e2e_registry.recipes.generators import stream_generator
 from e2e_registry.recipes.small_dit.encoder import encode
 from e2e_registry.recipes.small_dit.model import DiTBlock, SmallDiT
 from e2e_registry.recipes.train_actor import TrainActor
@@ -82,8 +83,7 @@ class LatentDataset:
         return Batch(noisy, sigma, self.labels[ids], velocity)
 
     def _generator(self, stream: str) -> torch.Generator:
-        # torch's CPU generator looks at 32 bits of its seed.
-        return torch.Generator().manual_seed(derive_seed(self.seed, stream=stream) & 0xFFFFFFFF)
+        return stream_generator(self.seed, stream)
 
 
 def flow_matching_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -96,9 +96,16 @@ class SftTrainer(TrainActor):
     """One of the train ranks."""
 
     def __init__(
-        self, context: ActorContext, *, train_images: int, batch_size: int, lr: float, max_grad_norm: float
+        self,
+        context: ActorContext,
+        *,
+        train_images: int,
+        batch_size: int,
+        lr: float,
+        max_grad_norm: float,
+        dtypes: DtypePolicy,
     ) -> None:
-        super().__init__(context, SmallDiT, shard=(DiTBlock,), lr=lr, max_grad_norm=max_grad_norm)
+        super().__init__(context, SmallDiT, shard=(DiTBlock,), lr=lr, max_grad_norm=max_grad_norm, dtypes=dtypes)
         self.train_images = train_images
         self.batch_size = batch_size
         self.dataset: LatentDataset | None = None
@@ -137,7 +144,8 @@ class SftTrainer(TrainActor):
             step = self.steps_done
             batch = dataset.training_batch(chosen, step).part(part, self.device)
             loss, grad_norm = self.update([flow_matching_loss(self.model, batch)], count=1)
-            self.recorder.log({"train/loss": loss, "train/grad_norm": grad_norm}, step=step)
+            norms = {"train/grad_norm": grad_norm, **self.grad_norm_metrics, **self.scaling_metrics}
+            self.recorder.log({"train/loss": loss, **norms}, step=step)
             losses.append(loss)
         return {"train/loss": sum(losses) / len(losses), "eval/loss": self.evaluate()}
 
