@@ -23,13 +23,13 @@ import typer
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes import latent_cache
 from e2e_registry.recipes.actor_group import ActorGroup, AttentionOptions, GroupSpec, launch
-from e2e_registry.recipes.command_line import command_line, parse_env_vars
+from e2e_registry.recipes.command_line import TrainDtypeArgs, command_line, parse_env_vars
 from e2e_registry.recipes.small_dit import ATTENTION_KERNELS
 from e2e_registry.recording.layout import RUN_DIR_VARIABLE
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptArgs:
+class ScriptArgs(TrainDtypeArgs):
     """The options of the command line."""
 
     deterministic_mode: Annotated[
@@ -85,6 +85,7 @@ def train_spec(args: ScriptArgs) -> GroupSpec:
             "batch_size": args.batch_size,
             "lr": args.lr,
             "max_grad_norm": args.max_grad_norm,
+            "dtypes": args.dtypes(),
         },
         world_size=args.train_ranks,
         device=args.device,

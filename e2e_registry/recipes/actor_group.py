@@ -112,9 +112,23 @@ class ActorGroup:
         Raises:
             ActorDiedError: The rank raised or died.
         """
+        return self.wait_kept(self.submit_kept(method, *args, ref=ref))
+
+    def submit_kept(self, method: str, *args: Any, ref: Any = None) -> Any:
+        """Like :meth:`call_kept`, but return at once, with what :meth:`wait_kept` takes.
+
+        What is called on the group meanwhile waits in its actors until this is done; other groups work on.
+        """
         refs = () if ref is None else (ref,)
-        kept = _gather([self._actors[0].call_kept.remote(method, args, *refs)], self._names[:1])
-        return kept[0][0]
+        return self._actors[0].call_kept.remote(method, args, *refs)
+
+    def wait_kept(self, submitted: Any) -> Any:
+        """Return the result of :meth:`submit_kept`.
+
+        Raises:
+            ActorDiedError: As for :meth:`call_kept`.
+        """
+        return _gather([submitted], self._names[:1])[0][0]
 
     def close(self) -> None:
         """Finish the recordings of all ranks."""
@@ -137,7 +151,8 @@ def launch(specs: Sequence[GroupSpec], *, address: str = "local") -> Iterator[tu
 
     Raises:
         AttentionError: An attention backend cannot be deterministic.
-        UsageError: A group is colocated with none of the others, or its ranks outnumber theirs; no such profile.
+        UsageError: A group is colocated with none of the others, or its ranks outnumber theirs; no such profile; or an
+            actor found an option that does not fit its model.
         ActorDiedError: An actor could not be started.
     """
     environments = [actor_environment(spec) for spec in specs]
@@ -246,6 +261,10 @@ def _gather(refs: Sequence[Any], names: Sequence[str]) -> list[Any]:
         except ray.exceptions.RayError as error:
             failures.append((name_of[done[0]], error))
             deadline = deadline or time.monotonic() + GRACE_S
+    for _, failure in failures:
+        # What the user asked for does not fit, as the actor that built the model found: no traceback says it better.
+        if isinstance(cause := getattr(failure, "cause", None), UsageError):
+            raise cause
     if failures:
         raise _died(failures)
     return [results[ref] for ref in refs]

@@ -1,4 +1,8 @@
-"""The command line of a recipe: a Typer option for each field of its ``ScriptArgs`` dataclass."""
+"""The command line of a recipe: a Typer option for each field of its ``ScriptArgs`` dataclass.
+
+Recipes that shard with FSDP2 inherit the options of :class:`TrainDtypeArgs`, and those with an engine too, the options
+of :class:`RolloutDtypeArgs`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from e2e_registry.errors import RegistryError, UsageError
+from e2e_registry.recipes.dtype_policy import DtypeOverride, DtypePolicy, Precision
 
 Args = TypeVar("Args")
 
@@ -38,7 +44,7 @@ def command_line(run: Callable[[Args], None], args_type: type[Args]) -> typer.Ty
     main.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hint)
-            for field in dataclasses.fields(args_type)  # type: ignore[arg-type]
+            for field in _fields(args_type)
             for hint in [hints[field.name]]
         ]
     )
@@ -49,8 +55,82 @@ def command_line(run: Callable[[Args], None], args_type: type[Args]) -> typer.Ty
     return app
 
 
+def _fields(args_type: type[Any]) -> list[dataclasses.Field[Any]]:
+    """Return the dataclass's own fields, then those it inherits: ``--help`` should begin with what is the recipe's."""
+    lineage = [vars(parent).get("__annotations__", {}) for parent in args_type.__mro__]
+    distance = {name: depth for depth, names in reversed(list(enumerate(lineage))) for name in names}
+    return sorted(dataclasses.fields(args_type), key=lambda field: distance[field.name])
+
+
 def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainDtypeArgs:
+    """The options that give a train actor its dtypes."""
+
+    master_dtype: Annotated[Precision, typer.Option(help="Of the parameters that the optimizer steps.")] = "fp32"
+    forward_dtype: Annotated[Precision, typer.Option(help="Of gathered parameters and of activations.")] = "fp32"
+    reduce_dtype: Annotated[Precision, typer.Option(help="In which ranks sum their gradients.")] = "fp32"
+    dtype_override: Annotated[
+        list[str],
+        typer.Option(
+            metavar="PATTERN=DTYPE",
+            help="Parameters, by a glob over their names, that compute in another dtype than --forward-dtype; "
+            "may be repeated, and the last that matches counts.",
+        ),
+    ] = field(default_factory=list)
+    initial_loss_scale: Annotated[
+        float, typer.Option(min=1.0, help="Where loss scaling starts; it is in use if --forward-dtype is fp16.")
+    ] = 65536.0
+    loss_scale_growth_interval: Annotated[
+        int, typer.Option(min=1, help="Finite steps in a row after which the loss scale doubles.")
+    ] = 2000
+
+    def dtypes(self) -> DtypePolicy:
+        """Return the train actor's dtypes.
+
+        Raises:
+            UsageError: An override is not PATTERN=DTYPE.
+        """
+        return DtypePolicy(
+            master=self.master_dtype,
+            forward=self.forward_dtype,
+            reduce=self.reduce_dtype,
+            overrides=tuple(DtypeOverride.parse(text) for text in self.dtype_override),
+            loss_scale=self.initial_loss_scale if self.forward_dtype == "fp16" else None,
+            loss_scale_growth_interval=self.loss_scale_growth_interval,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutDtypeArgs(TrainDtypeArgs):
+    """The options that give a train actor and a rollout engine their dtypes."""
+
+    rollout_precision: Annotated[
+        Precision | None, typer.Option(help="Of the engine; default: that of --forward-dtype.")
+    ] = None
+    allow_dtype_mismatch: Annotated[
+        bool,
+        typer.Option("--allow-dtype-mismatch", help="Let the engine compute in another dtype than the trainer."),
+    ] = False
+
+    def engine_precision(self) -> Precision:
+        """Return the dtype of the engine.
+
+        Raises:
+            UsageError: It is not the trainer's, and nothing says that this is wanted.
+        """
+        precision = self.rollout_precision or self.forward_dtype
+        if precision != self.forward_dtype and not self.allow_dtype_mismatch:
+            raise UsageError(
+                f"the engine would compute in {precision} and the trainer in {self.forward_dtype}, so that samples are "
+                "drawn from a policy that the trainer does not hold",
+                where="--rollout-precision",
+                hint=f"give --forward-dtype {precision}, or --allow-dtype-mismatch to measure how far apart they are",
+            )
+        return precision
 
 
 def parse_env_vars(assignments: Iterable[str], *, flag: str) -> Mapping[str, str]:

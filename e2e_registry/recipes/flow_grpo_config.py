@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from e2e_registry.recipes.digits_config import DigitsConfig
 from e2e_registry.recipes.flow_matching import SdeStep, noise_schedule
-from e2e_registry.recipes.generators import stream_generator
-
-if TYPE_CHECKING:
-    import torch
-
-    from e2e_registry.recipes.rollout_engine import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowGrpoConfig:
+class FlowGrpoConfig(DigitsConfig):
     """What trainer and engine must agree on.
 
     Attributes:
-        seed: Of the run.
-        denoise_steps: Transitions of a sample.
         noise_level: Of the SDE; see :class:`~e2e_registry.recipes.flow_matching.SdeStep`.
-        prompts: Prompts of a rollout.
-        group_size: Samples of a prompt.
-        micro_batch_size: Samples that one forward pass takes, in the engine and in the trainer: with equal shapes the
-            two run the same kernels on the same numbers, and agree to the bit.
-        precision: Of the engine.
     """
 
-    seed: int
-    denoise_steps: int
     noise_level: float
-    prompts: int
-    group_size: int
-    micro_batch_size: int
-    precision: Precision
-
-    @property
-    def samples(self) -> int:
-        """Samples of a rollout."""
-        return self.prompts * self.group_size
-
-    def generator(self, stream: str) -> torch.Generator:
-        """Return a CPU generator of its own for one use."""
-        return stream_generator(self.seed, stream)
 
     def steps(self) -> list[tuple[float, SdeStep]]:
         """Return the sigma that the model is asked at, and the transition, of each step."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 
@@ -36,9 +37,40 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
     for group, parameter in parameters:
         if parameter.grad is not None:
             is_sharded |= isinstance(parameter.grad, DTensor)
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            squares[groups.index(group)] += local.double().square().sum()
+            squares[groups.index(group)] += local_part(parameter.grad).double().square().sum()
     if is_sharded:
         distributed.all_reduce(squares)
-    # Python's square root, which IEEE 754 rounds correctly; torch's is not the same on all CPUs.
-    return {group: math.sqrt(square) for group, square in zip(groups, squares.tolist(), strict=True)}
+    return {group: _root(square) for group, square in zip(groups, squares.tolist(), strict=True)}
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale the sharded gradients so that their global 2-norm is at most ``max_norm``; return the norm before.
+
+    ``torch.nn.utils.clip_grad_norm_`` would end in torch's ``pow(0.5)`` here, which is not portable.
+    """
+    local = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    device = local[0].device if local else torch.device("cpu")
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in local:
+        squares += grad.double().square().sum()
+    if distributed.is_initialized():
+        distributed.all_reduce(squares)
+    norm = _root(squares.item())
+    if norm > max_norm:
+        for grad in local:
+            grad.mul_(max_norm / norm)
+    return norm
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor; of one that is not sharded, all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _root(square: float) -> float:
+    """Return the square root: Python's, which IEEE 754 rounds correctly; torch's is not the same on all CPUs.
+
+    Of the NaNs there are it returns Python's: which one comes out of a sum depends on the order of its terms, which
+    says nothing about training.
+    """
+    return math.nan if math.isnan(square) else math.sqrt(square)

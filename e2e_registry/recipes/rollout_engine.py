@@ -7,17 +7,15 @@ kernels may differ between the two. Flags pin them, and metrics measure what rem
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from e2e_registry.recipes.actor import ActorContext
+from e2e_registry.recipes.dtype_policy import DtypeOverride, DtypePolicy, Precision
+from e2e_registry.recipes.mixed_precision import DTYPES, cast_parameters, compute_dtypes, convert_at_regions
 from e2e_registry.recording.digests import digest_of
 
-Precision = Literal["fp32", "bf16", "fp16"]
-
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+__all__ = ["DTYPES", "Precision", "RolloutEngine"]
 
 
 class RolloutEngine:
@@ -26,16 +24,34 @@ class RolloutEngine:
     Args:
         context: What :class:`~e2e_registry.recipes.actor.ActorHost` gives.
         build_model: Builds the policy; its weights are replaced by the first :meth:`load_weights`.
-        precision: Of the weights and of the forward pass.
+        precision: Of the parameters and of the forward pass; buffers stay as they are built.
+        overrides: Parts that compute in another dtype; give what the trainer is given.
+
+    Attributes:
+        synced_at: The last ``step`` of :meth:`log_weights`: which of the trainer's exports the engine has.
+
+    Raises:
+        UsageError: An override fits no part of the model.
     """
 
-    def __init__(self, context: ActorContext, build_model: Callable[[], nn.Module], *, precision: Precision) -> None:
+    def __init__(
+        self,
+        context: ActorContext,
+        build_model: Callable[[], nn.Module],
+        *,
+        precision: Precision,
+        overrides: tuple[DtypeOverride, ...] = (),
+    ) -> None:
         self.context = context
         self.recorder = context.recorder
         self.device = context.device
         self.model = build_model().requires_grad_(False).eval()
         context.adopt_attention(self.model)
-        self.model.to(self.device, DTYPES[precision])
+        policy = DtypePolicy(forward=precision, overrides=overrides)
+        convert_at_regions(self.model, policy)
+        cast_parameters(self.model, compute_dtypes(self.model, policy))
+        self.model.to(self.device)
+        self.synced_at = -1
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights by what the trainer exported, already in this engine's precision."""
@@ -49,8 +65,9 @@ class RolloutEngine:
 
         Args:
             expected: The trainer's digest of its weights in this engine's precision.
-            step: The rollout.
+            step: The rollout that is drawn with them.
         """
+        self.synced_at = step
         held = digest_of(self.model.state_dict())
         self.recorder.log_digest("rollout/weights", self.model.state_dict(), step=step)
         self.recorder.log({"rollout/weights_match": int(held == expected)}, step=step)

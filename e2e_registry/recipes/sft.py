@@ -12,6 +12,7 @@ from torch import Tensor
 
 from e2e_registry.recipes import digits, latent_cache
 from e2e_registry.recipes.actor import ActorContext
+from e2e_registry.recipes.dtype_policy import DtypePolicy
 from e2e_registry.recipes.flow_matching import training_pair
 from e2e_registry.recipes.generators import stream_generator
 from e2e_registry.recipes.small_dit.encoder import encode
@@ -95,9 +96,16 @@ class SftTrainer(TrainActor):
     """One of the train ranks."""
 
     def __init__(
-        self, context: ActorContext, *, train_images: int, batch_size: int, lr: float, max_grad_norm: float
+        self,
+        context: ActorContext,
+        *,
+        train_images: int,
+        batch_size: int,
+        lr: float,
+        max_grad_norm: float,
+        dtypes: DtypePolicy,
     ) -> None:
-        super().__init__(context, SmallDiT, shard=(DiTBlock,), lr=lr, max_grad_norm=max_grad_norm)
+        super().__init__(context, SmallDiT, shard=(DiTBlock,), lr=lr, max_grad_norm=max_grad_norm, dtypes=dtypes)
         self.train_images = train_images
         self.batch_size = batch_size
         self.dataset: LatentDataset | None = None
@@ -136,7 +144,7 @@ class SftTrainer(TrainActor):
             step = self.steps_done
             batch = dataset.training_batch(chosen, step).part(part, self.device)
             loss, grad_norm = self.update([flow_matching_loss(self.model, batch)], count=1)
-            norms = {"train/grad_norm": grad_norm, **self.grad_norm_metrics}
+            norms = {"train/grad_norm": grad_norm, **self.grad_norm_metrics, **self.scaling_metrics}
             self.recorder.log({"train/loss": loss, **norms}, step=step)
             losses.append(loss)
         return {"train/loss": sum(losses) / len(losses), "eval/loss": self.evaluate()}

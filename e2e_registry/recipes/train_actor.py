@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch.optim import Optimizer
 
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor import ActorContext
-from e2e_registry.recipes.gradients import gradient_norms
-from e2e_registry.recipes.rollout_engine import DTYPES, Precision
+from e2e_registry.recipes.dtype_policy import FP32, DtypePolicy, Precision
+from e2e_registry.recipes.gradients import clip_grad_norm, gradient_norms
+from e2e_registry.recipes.mixed_precision import DTYPES, cast_parameters, compute_dtypes, fsdp_policy, regions
 from e2e_registry.recording.digests import digest_of
 
 OptimizerBuilder = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -34,9 +34,16 @@ class TrainActor:
         shard: Types of the modules that become FSDP units of their own, besides the root.
         lr: Of the default optimizer.
         max_grad_norm: The global gradient norm that :meth:`update` clips to.
+        dtypes: In which the model is kept, computes and reduces, and whether losses are scaled.
 
     Attributes:
+        exported: The model whose weights engines get; a recipe that samples from another policy sets it.
         grad_norms: Of the last update, before clipping: the gradient norm of each group of parameters, over all ranks.
+        scaling_metrics: Of the last update, as recipes log it; empty without loss scaling. ``train/loss_scale`` is what
+            its loss was multiplied by, ``train/step_skipped`` 1 where a gradient overflowed and the weights stayed.
+
+    Raises:
+        UsageError: A dtype override fits no part of the model.
     """
 
     def __init__(
@@ -48,17 +55,29 @@ class TrainActor:
         shard: tuple[type[nn.Module], ...] = (),
         lr: float = 1e-3,
         max_grad_norm: float = 1.0,
+        dtypes: DtypePolicy = FP32,
     ) -> None:
         self.context = context
         self.recorder = context.recorder
         self.device = context.device
         self.max_grad_norm = max_grad_norm
-        self.model = build_model()
-        context.adopt_attention(self.model)
-        shard_model(self.model.to(self.device), shard)
+        self.dtypes = dtypes
+        self.model = self.sharded(build_model(), shard)
+        self.exported = self.model
         self.optimizer = (build_optimizer or (lambda parameters: adamw(parameters, lr=lr)))(self.model.parameters())
+        self.scaler = _grad_scaler(dtypes, self.device)
         self.steps_done = 0
         self.grad_norms: dict[str, float] = {}
+        self.scaling_metrics: dict[str, float] = {}
+
+    def sharded(self, model: nn.Module, units: tuple[type[nn.Module], ...]) -> nn.Module:
+        """Give a model that was built on the CPU its attention backend, device and dtypes, and shard it in place."""
+        self.context.adopt_attention(model)
+        cast_parameters(
+            model, dict.fromkeys((name for name, _ in model.named_parameters()), DTYPES[self.dtypes.master])
+        )
+        shard_model(model.to(self.device), units, self.dtypes)
+        return model
 
     @property
     def grad_norm_metrics(self) -> dict[str, float]:
@@ -107,33 +126,54 @@ class TrainActor:
         for index, loss in enumerate(losses):
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(index == count - 1)
-            (loss / count).backward()  # type: ignore[no-untyped-call]
+            share = loss / count
+            (share if self.scaler is None else self.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double() / count
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
         self.grad_norms = gradient_norms(self.model)
         grad_norm = clip_grad_norm(self.model.parameters(), self.max_grad_norm)
-        self.optimizer.step()
+        self._step()
         self.steps_done += 1
         return self.mean_over_ranks(total), grad_norm
+
+    def _step(self) -> None:
+        """Step the optimizer; with loss scaling not where a gradient overflowed, on whichever rank.
+
+        The scaler reads the sharded gradients of its own rank, and torch takes the maximum over the ranks of what it
+        found; a rank that stepped alone would hold parts of other weights than its peers.
+        """
+        if self.scaler is None:
+            self.optimizer.step()
+            return
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        is_skipped = self.scaler.get_scale() < scale
+        self.scaling_metrics = {"train/loss_scale": scale, "train/step_skipped": int(is_skipped)}
 
     def mean_over_ranks(self, value: Tensor) -> float:
         """Return the mean over ranks of a float64 scalar."""
         distributed.all_reduce(value)
         return value.item() / self.context.world_size
 
-    def weights(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return the whole state, gathered from all ranks, on the CPU; a collective, so call it on every rank.
+    def weights(self, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+        """Return the whole state that engines get, gathered, on the CPU; a collective, so call it on every rank.
 
         Args:
-            dtype: What floating-point tensors are cast to; None for what they are.
+            dtypes: What parameters are cast to, by name; the others, and all buffers, stay what they are.
         """
+        casts = dtypes or {}
         gathered = {
             name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in self.model.state_dict().items()
+            for name, value in self.exported.state_dict().items()
         }
-        return {name: _cast(value.detach(), dtype).cpu() for name, value in gathered.items()}
+        return {name: value.detach().to(casts.get(name, value.dtype)).cpu() for name, value in gathered.items()}
 
     def export_weights(self, step: int, precision: Precision) -> tuple[str, list[Any]]:
-        """Log and return the digest of the weights in an engine's precision; rank 0 also puts them where it can fetch.
+        """Log and return the digest of the weights as an engine holds them; rank 0 also puts them where it can fetch.
+
+        Parameters are in the engine's precision, but for those that the dtype overrides take elsewhere.
 
         Args:
             step: What ``train/weights`` is logged at.
@@ -144,23 +184,27 @@ class TrainActor:
         """
         import ray
 
-        weights = self.weights(DTYPES[precision])
+        weights = self.weights(compute_dtypes(self.exported, self.dtypes.computing_in(precision)))
         digest = digest_of(weights)
         self.recorder.log_digest("train/weights", weights, step=step)
         return digest, [ray.put(weights)] if self.context.rank == 0 else []
 
 
-def shard_model(model: nn.Module, units: tuple[type[nn.Module], ...]) -> None:
-    """Shard a model in place over all ranks: each module of the given types, then the rest.
+def shard_model(model: nn.Module, units: tuple[type[nn.Module], ...], dtypes: DtypePolicy = FP32) -> None:
+    """Shard a model in place over all ranks: each module of the given types, each region of a dtype, then the rest.
 
     Every rank must hold the same weights: each keeps its own part of its own copy.
+
+    Raises:
+        UsageError: A dtype override fits no part of the model.
     """
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (distributed.get_world_size(),))
-    for module in list(model.modules()):
-        if units and isinstance(module, units):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    own = regions(model, dtypes)
+    chosen = [prefix for prefix, module in model.named_modules() if isinstance(module, units) or prefix in own]
+    # FSDP2 leaves out what a module inside has taken already, so inner ones go first, and the root last.
+    for prefix in [*sorted(filter(None, chosen), key=lambda prefix: -prefix.count(".")), ""]:
+        fully_shard(model.get_submodule(prefix), mesh=mesh, mp_policy=fsdp_policy(prefix, own, dtypes))
 
 
 def adamw(parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float = 0.0) -> Optimizer:
@@ -171,26 +215,9 @@ def adamw(parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float 
     return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, betas=(0.9, 0.95), fused=True)
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale the sharded gradients so that their global 2-norm is at most ``max_norm``; return the norm before.
-
-    ``torch.nn.utils.clip_grad_norm_`` would end in torch's ``pow(0.5)`` here, which is not portable; the square root
-    of one number is Python's, which IEEE 754 rounds correctly.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
-    device = local[0].device if local else torch.device("cpu")
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    for grad in local:
-        squares += grad.double().square().sum()
-    if distributed.is_initialized():
-        distributed.all_reduce(squares)
-    norm = math.sqrt(squares.item())
-    if norm > max_norm:
-        for grad in local:
-            grad.mul_(max_norm / norm)
-    return norm
-
-
-def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+def _grad_scaler(dtypes: DtypePolicy, device: torch.device) -> torch.amp.GradScaler | None:
+    if dtypes.loss_scale is None:
+        return None
+    return torch.amp.GradScaler(
+        device.type, init_scale=dtypes.loss_scale, growth_interval=dtypes.loss_scale_growth_interval
+    )

@@ -81,20 +81,22 @@ class SmallDiT(nn.Module):
         self.register_buffer("frequencies", torch.tensor(frequencies), persistent=False)
 
     def forward(self, latents: Tensor, sigma: Tensor, labels: Tensor) -> Tensor:
-        """Return the velocity, of the shape of ``latents``.
+        """Return the velocity, float32 of the shape of ``latents``, whatever the dtype of the weights.
 
         Args:
             latents: Noisy, shape ``(batch, 4, 4, 4)``.
             sigma: Noise level from 0 to 1, shape ``(batch,)``.
             labels: Classes, int64 of shape ``(batch,)``.
         """
-        tokens = self.embedding(latents.flatten(2).transpose(1, 2)) + self.positions
-        condition = self.time_mlp(self._embed_time(sigma)) + self.class_embedding(labels)
+        # Noise levels are embedded as they are, and rounded afterwards: bf16 tells few of them apart.
+        dtype = self.positions.dtype
+        tokens = self.embedding(latents.flatten(2).transpose(1, 2).to(dtype)) + self.positions
+        condition = self.time_mlp(self._embed_time(sigma).to(dtype)) + self.class_embedding(labels)
         for block in self.blocks:
             tokens = block(tokens, condition)
         velocity = self.head(self.norm(tokens)).transpose(1, 2).unflatten(2, (LATENT_SIDE, LATENT_SIDE))
         # A copy: FSDP hooks the output, and a view of it would lose the hook at the first operation in place.
-        return velocity.contiguous()  # type: ignore[no-any-return]
+        return velocity.float().contiguous()  # type: ignore[no-any-return]
 
     def set_attention_backend(self, backend: str) -> None:
         """Let all blocks attend through a backend of diffusers' dispatch instead of the package's own kernel.
