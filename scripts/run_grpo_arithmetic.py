@@ -32,7 +32,7 @@ class ScriptArgs:
     ] = False
     seed: Annotated[int, typer.Option(min=0, help="Of weights, problems and sampling.")] = 0
     num_rollout: Annotated[int, typer.Option(min=1, help="Rollouts; each is trained on before the next.")] = 4
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a rollout.")] = 16
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a rollout.")] = 32
     group_size: Annotated[int, typer.Option(min=2, help="Responses to a prompt.")] = 8
     largest: Annotated[int, typer.Option(min=1, help="Of the numbers that are added.")] = 19
     micro_batch_size: Annotated[
@@ -40,17 +40,17 @@ class ScriptArgs:
         typer.Option(min=1, help="Responses of a forward pass, in engine and trainer; default: a rank's all."),
     ] = None
     updates: Annotated[int, typer.Option(min=1, help="Optimizer steps on a rollout.")] = 2
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the policy updates.")] = 3e-4
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the policy updates.")] = 5e-4
     clip_low: Annotated[float, typer.Option(min=0.0, max=1.0, help="PPO's: how far below 1 ratios count.")] = 0.2
     clip_high: Annotated[float, typer.Option(min=0.0, help="How far above 1.")] = 0.28
-    kl_coefficient: Annotated[float, typer.Option(min=0.0, help="Of the divergence from the reference.")] = 0.01
+    kl_coefficient: Annotated[float, typer.Option(min=0.0, help="Of the divergence from the reference.")] = 0.001
     entropy_coefficient: Annotated[float, typer.Option(min=0.0, help="Of the entropy bonus.")] = 0.001
     old_log_probs: Annotated[
         Literal["rescored", "decoded"],
         typer.Option(help="Denominator of the ratio: the engine's full forward pass, or its decoding loop."),
     ] = "rescored"
     max_grad_norm: Annotated[float, typer.Option(min=0.0, help="Gradients are clipped to this norm.")] = 1.0
-    warm_up_steps: Annotated[int, typer.Option(min=0, help="Supervised steps before the first rollout.")] = 100
+    warm_up_steps: Annotated[int, typer.Option(min=0, help="Supervised steps before the first rollout.")] = 80
     warm_up_batch_size: Annotated[int, typer.Option(min=1, help="Problems of a supervised step.")] = 128
     warm_up_lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the supervised steps.")] = 3e-3
     train_ranks: Annotated[int, typer.Option(min=1, help="FSDP ranks.")] = 2
