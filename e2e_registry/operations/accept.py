@@ -32,8 +32,8 @@ from e2e_registry.errors import (
 from e2e_registry.operations.artifact import Artifact, ArtifactEntry, RunFolder
 from e2e_registry.operations.record import (
     PreparedStandard,
-    disagreement,
     existing_standard,
+    first_disagreement,
     is_repeat,
     prepare_standard,
     require_complete,
@@ -321,7 +321,7 @@ def _agreeing_runs(
             other = _load(artifact, neighbour, settings)
             if is_repeat(other, of=run):
                 repeats.append(other)
-    if disagreement(registration, [run, *repeats]) is not None:
+    if first_disagreement(registration, [run, *repeats]) is not None:
         raise MismatchError(
             "the artifact holds another run of the same source and arguments, with other numbers",
             where=run.path,

@@ -17,8 +17,8 @@ from e2e_registry.comparison import TestVerdict
 from e2e_registry.comparison.merged import MergedResults, MergedVerdict, MergeProblem, Standing
 from e2e_registry.config import Settings
 from e2e_registry.errors import EXIT_CODE_PRECEDENCE, ExitCode, NothingSelectedError, StorageError, UsageError
-from e2e_registry.operations.check import RESULTS_FILE, RESULTS_FORMAT
 from e2e_registry.operations.plan import Plan
+from e2e_registry.operations.results import RESULTS_FILE, RESULTS_FORMAT
 from e2e_registry.operations.running import UNKNOWN_PLATFORM
 from e2e_registry.registration import Registration, discover
 
