@@ -21,6 +21,9 @@ def record(
     suite: options.Suite = None,
     all_: options.All = False,
     nightly: options.Nightly = False,
+    labels: options.Labels = None,
+    match_all_labels: options.MatchAllLabels = False,
+    partition: options.Partition = None,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Runs that must agree before anything is written.")] = 2,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Renew also series whose old rows their tolerance accepts.")
@@ -39,7 +42,16 @@ def record(
     from e2e_registry.reports.recording import print_change
 
     settings = options.settings(test[0] if test else None)
-    registrations = select(settings, tests=test or (), suite=suite, everything=all_, nightly=nightly)
+    selection = options.selection(
+        tests=test,
+        suite=suite,
+        everything=all_,
+        nightly=nightly,
+        labels=labels,
+        match_all_labels=match_all_labels,
+        partition=partition,
+    )
+    registrations = select(settings, **selection)
     if list_only:
         _list(registrations, settings, as_json=json)
         return
