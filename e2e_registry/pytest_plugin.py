@@ -379,7 +379,7 @@ class SessionOutcomes:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note which registered tests are about to run."""
-        self.selected = _selected(session)
+        self.selected = {} if self.config.getoption("collectonly") else _selected(session)
         for root, tests in self.selected.items():
             self._results(root).select(tests)
             self.results[root].write()
