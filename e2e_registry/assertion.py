@@ -109,6 +109,7 @@ def _check(
     platform: str | None,
 ) -> str | None:
     """Return why the assertion fails; None if it holds, or has written the standard."""
+    from e2e_registry.comparison import Action
     from e2e_registry.operations.assertion import Assertion, check_assertion, record_assertion
     from e2e_registry.reports.console import assessment_text
     from e2e_registry.reports.recording import change_text
@@ -127,7 +128,9 @@ def _check(
     asserted = Assertion.of(series, name, test, tolerances=tolerances, is_finite=is_finite, platform=platform)
     test.used.add(name)
     if test.must_record:
-        test.changes.append(change_text(record_assertion(asserted)))
+        change = record_assertion(asserted)
+        remark = "" if change.action is Action.UNCHANGED or not asserted.remark else f"\n  warning: {asserted.remark}"
+        test.changes.append(change_text(change) + remark)
         return None
     assessment = check_assertion(asserted)
     return None if assessment.verdict.is_success else assessment_text(assessment)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,13 @@ from e2e_registry.registration.place import Location, locate
 
 if TYPE_CHECKING:
     from e2e_registry.comparison import Assessment
+    from e2e_registry.operations.results import Ending, Results
     from e2e_registry.recording import MetricRecorder
 
-#: Where a report carries what this plugin has to say, from a worker of pytest-xdist too: JSON values only.
+#: Where a report carries what this plugin has to say; a worker of pytest-xdist sends plain values and bytes only.
 OUTCOME = "e2e_registry_outcome"
+#: Where such a worker says in the end which registered tests it had selected.
+_SELECTED = "e2e_registry_selected"
 
 _OPTIONS = {
     "--e2e": "run the registered tests: their recipes are launched, and compared with their standards",
@@ -89,8 +93,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "e2e(suite, label, nightly): a registered training test; select with -m \"e2e(suite='short-cpu')\"",
     )
     config.stash[_CLAIMS] = Claims()
-    if not hasattr(config, "workerinput"):  # workers of pytest-xdist send their reports to the controller
-        config.pluginmanager.register(SessionOutcomes())
+    # Workers of pytest-xdist send their reports to the controller.
+    is_worker = hasattr(config, "workerinput")
+    config.pluginmanager.register(WorkerSelection() if is_worker else SessionOutcomes(config))
 
 
 # ------------------------------------------------------------------------------------------------ collecting
@@ -210,6 +215,7 @@ class RegisteredTest(pytest.Item):
             self.add_marker(pytest.mark.e2e(label=label))
         self.extra_keyword_matches.update((registration.suite, *registration.labels))
         reason = self._skip_reason()
+        self.is_checked = reason is None and not _is_given(self.config, "--e2e-record")
         if reason is not None:
             self.add_marker(pytest.mark.skip(reason=reason))
 
@@ -242,7 +248,7 @@ class RegisteredTest(pytest.Item):
         from e2e_registry.reports.console import assessment_text
 
         assessment = check_test(self.registration, self.settings, on_line=self._on_line())
-        self.outcome = {"root": str(self.settings.root), "assessment": assessment.to_json()}
+        self.outcome = {"root": str(self.settings.root), "assessment": pickle.dumps(assessment)}
         self._add_properties(assessment)
         text = assessment_text(assessment)
         if assessment.verdict.is_success:
@@ -359,13 +365,29 @@ def pytest_runtest_makereport(
 
 
 class SessionOutcomes:
-    """Gathers what reports carry, from the workers of pytest-xdist too, and writes it out at the end."""
+    """Gathers what reports carry, from the workers of pytest-xdist too, and writes it out.
 
-    def __init__(self) -> None:
-        self.assessments: dict[str, list[dict[str, Any]]] = {}
+    ``results.json`` is kept as a check keeps it: current while tests run, and marked partial until they have.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.selected: dict[str, list[str]] = {}
+        self.results: dict[str, Results] = {}
         self.changes: list[str] = []
         self.finished: list[tuple[str, str, bool, list[str]]] = []
-        self.written: list[Path] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note which registered tests are about to run."""
+        self.selected = {} if self.config.getoption("collectonly") else _selected(session)
+        for root, tests in self.selected.items():
+            self._results(root).select(tests)
+            self.results[root].write()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Note what a worker of pytest-xdist had collected; all collect the same."""
+        self.selected = getattr(node, "workeroutput", {}).get(_SELECTED, self.selected)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take what a report carries."""
@@ -374,26 +396,44 @@ class SessionOutcomes:
         if "finished" in outcome:
             self.finished.append(outcome["finished"])
         if "assessment" in outcome:
-            self.assessments.setdefault(outcome["root"], []).append(outcome["assessment"])
+            assessment = pickle.loads(outcome["assessment"])  # noqa: S301 - made by this session, in this process or a worker
+            self._results(outcome["root"]).add(assessment)
 
-    def pytest_sessionfinish(self) -> None:
-        """Write ``results.json`` as a check writes it; nothing if no registered test was run."""
-        for root, assessments in self.assessments.items():
-            from e2e_registry.operations.check import write_results
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the results for the last time; nothing if no registered test was run."""
+        for root, results in self.results.items():
+            results.select(
+                sorted(
+                    {*results.not_run, *(each.subject for each in results.assessments), *self.selected.get(root, ())}
+                )
+            )
+            results.end(self._ending(session) if results.not_run else None)
 
-            settings = load_settings(Path(root))
-            assessments.sort(key=lambda assessment: str(assessment["subject"]))  # workers finish as they please
-            self.written.append(write_results(assessments, settings))
+    def _results(self, root: str) -> Results:
+        from e2e_registry.operations.results import Results
+
+        if root not in self.results:
+            self.results[root] = Results(load_settings(Path(root)), (), {"tests": ()})
+        return self.results[root]
+
+    def _ending(self, session: pytest.Session) -> Ending:
+        from e2e_registry.operations.results import Ending
+
+        if session.exitstatus == pytest.ExitCode.INTERNAL_ERROR:
+            return Ending.INTERNAL_ERROR
+        limit = self.config.getoption("maxfail")
+        return Ending.FAIL_FAST if limit and session.testsfailed >= limit else Ending.INTERRUPTED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Show what was recorded, which passes and would not be seen else, and where the results are."""
         unused = self._unused() if self.finished else None
-        if self.changes or self.written or unused is not None:
+        if self.changes or self.results or unused is not None:
             terminalreporter.section("e2e-registry")
         for text in self.changes:
             terminalreporter.write_line(text)
-        for path in self.written:
-            terminalreporter.write_line(f"results: {path}")
+        for results in self.results.values():
+            terminalreporter.write_line(f"results: {os.path.relpath(results.path)}")
         if unused is not None:
             terminalreporter.write_line(f"standards that no test of this session used: {len(unused)}")
             for standard, test in unused:
@@ -402,8 +442,22 @@ class SessionOutcomes:
     def _unused(self) -> list[tuple[str, str | None]]:
         from e2e_registry.operations.assertion import FinishedTest, unused_standards
 
-        tests = [
-            FinishedTest(Path(file), name, has_passed, frozenset(used))
-            for file, name, has_passed, used in self.finished
-        ]
+        tests = (FinishedTest(Path(file), name, passed, frozenset(used)) for file, name, passed, used in self.finished)
         return [(os.path.relpath(path), test) for path, test in unused_standards(tests)]
+
+
+class WorkerSelection:
+    """Tells the controller of pytest-xdist which registered tests were selected: it collects nothing itself."""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note them for the end of the worker."""
+        session.config.workeroutput[_SELECTED] = _selected(session)  # type: ignore[attr-defined]  # by pytest-xdist
+
+
+def _selected(session: pytest.Session) -> dict[str, list[str]]:
+    """Return the ids of the registered tests that this session is to check, by root."""
+    found: dict[str, list[str]] = {}
+    for item in session.items:
+        if isinstance(item, RegisteredTest) and item.is_checked:
+            found.setdefault(str(item.settings.root), []).append(item.registration.test_id)
+    return found

@@ -158,6 +158,17 @@ class Assertion:
         """Why nothing can be compared, and nothing recorded."""
         return [] if self.stated_platform is not None else self.holding.faults
 
+    @property
+    def remark(self) -> str | None:
+        """What should be known of bits of a process that holds no profile."""
+        if self.stated_platform is not None or self.holding.is_held or self.holding.is_asked:
+            return None
+        pins = ", ".join(pin.name for pin in self.holding.pins)
+        return (
+            f"this process holds no determinism profile, so its bits may not repeat (not pinned: {pins}); "
+            "pytest --determinism-profile NAME holds one"
+        )
+
     @cached_property
     def platform(self) -> str:
         """The slug that the bits belong to."""
@@ -294,10 +305,8 @@ def _explained(
         reasons.append(
             f"no standard for {assertion.platform}; there is one for {', '.join(assertion.other_standards())}"
         )
-    if not assertion.faults and assertion.stated_platform is None and not assertion.holding.is_held:
-        pins = ", ".join(pin.name for pin in assertion.holding.pins)
-        warnings.append(f"this process holds no determinism profile, so its bits may not repeat (not pinned: {pins})")
-        warnings[-1] += "; pytest --determinism-profile NAME holds one"
+    if assertion.remark is not None:
+        warnings.append(assertion.remark)
     if assertion.owner_conflict is not None:
         warnings.append(f"the standard was recorded by {assertion.owner_conflict}: do two tests share the name?")
     try:

@@ -83,13 +83,20 @@ class Results:
         """The selected tests of which nothing is concluded yet."""
         return [test for test in self._tests if test not in self._assessments]
 
+    def select(self, tests: Sequence[str]) -> None:
+        """Say anew which tests are selected, in their order: for a caller that learns it while they run."""
+        self._tests = tuple(tests)
+        self._selection = {**self._selection, "tests": self._tests}
+
     def add(self, assessment: Assessment) -> None:
-        """Take what is concluded of a test, and write the file. A second time is the same as once.
+        """Take what is concluded of a test, selected or not, and write the file. A second time is the same as once.
 
         Raises:
             StorageError: The file cannot be written; the one that is there says ``partial``.
         """
         self._assessments[assessment.subject] = assessment
+        if assessment.subject not in self._tests:
+            self.select((*self._tests, assessment.subject))
         self.write()
 
     def end(self, why_partial: Ending | None) -> None:

@@ -197,7 +197,7 @@ def recipe_environment(
     Raises:
         RegistrationError: A variable that the registration names is not set.
     """
-    environ = dict(callers_environment() if caller is None else caller)
+    environ = callers_environment() if caller is None else dict(caller)
     stated = registration.launch_env(run_dir=run_dir, environ=environ)
     if not is_pinned:
         return unpinned_environment(registration.profile, caller=environ, registration=stated)

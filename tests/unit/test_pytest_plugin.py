@@ -38,13 +38,14 @@ def run(repository: Repository, *arguments: str) -> pytest.RunResult:
     )
 
 
-def results(repository: Repository) -> list[dict[str, Any]]:
-    tests = json.loads((repository.root / ".e2e_runs/results.json").read_text())["tests"]
-    for test in tests:
-        for name in ("run", "candidate", "duration_s"):
-            test[name] = test[name] is not None
-        test["log_tail"] = re.sub(r"\d{8}T\S+", "RUN", test["log_tail"] or "")
-    return list(tests)
+def results(repository: Repository) -> dict[str, Any]:
+    """Return ``results.json`` without what differs between two runs of one test."""
+    text = (repository.root / ".e2e_runs/results.json").read_text()
+    text = re.sub(r"\d{8}T\d{6}\.\d{6}-[0-9a-f]{4}", "RUN", text)
+    document = json.loads(re.sub(r'("duration_s"): [0-9.]+', r"\1: 0.1", text))
+    for name in ("started", "written"):
+        del document[name]
+    return dict(document)
 
 
 # ------------------------------------------------------------------------------------------------ collecting
@@ -168,15 +169,18 @@ def test_results_are_those_of_the_command_line_also_under_xdist(repository: Repo
     write_every_verdict(repository)
     assert repository.cli("check", "--all").code == 2  # the worst: a variable is not set
     checked = results(repository)
-    assert {test["verdict"] for test in checked} == {
+    assert {test["verdict"] for test in checked["tests"]} == {
         *("match", "mismatch", "no-standard", "failed", "skipped", "error")
     }
+    without_tests = {name: value for name, value in checked["selection"].items() if name != "tests"}
     for arguments in ([], ["-n2"]):
         (repository.root / ".e2e_runs/results.json").unlink()
         outcome = run(repository, "--e2e", *arguments)
         outcome.assert_outcomes(passed=1, failed=4, skipped=2, xfailed=1)
         assert outcome.ret == pytest.ExitCode.TESTS_FAILED
-        assert results(repository) == checked
+        found = results(repository)
+        assert found["selection"].pop("tests") == [test["subject"] for test in checked["tests"]]
+        assert found == {**checked, "selection": {**without_tests, "all": False}}
 
 
 def test_a_failure_shows_the_report_of_the_registry(repository: Repository) -> None:
@@ -210,7 +214,9 @@ def test_exitfirst_ends_after_the_first_failure_and_runs_nothing_more(repository
     outcome = run(repository, "--e2e", "-x")
     outcome.assert_outcomes(failed=1)
     assert len(repository.runs) == 1
-    assert len(results(repository)) == 1
+    found = results(repository)
+    assert (found["status"], found["why_partial"], found["not_run"]) == ("partial", "fail-fast", [TEST])
+    assert [test["subject"] for test in found["tests"]] == ["tests/e2e/test_another.py"]
 
 
 def test_recording(repository: Repository) -> None:
@@ -243,6 +249,9 @@ def test_an_interrupt_leaves_no_process_of_a_recipe(repository: Repository, work
         out, _ = process.communicate(timeout=60)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, out
     _wait_until(lambda: not Path("/proc", alive.read_text()).exists())
+    if not workers:  # of a worker that was ended nobody learns what it had collected
+        found = results(repository)
+        assert (found["status"], found["why_partial"], found["not_run"]) == ("partial", "interrupted", [TEST])
 
 
 def _wait_until(condition: Any, seconds: float = 60) -> None:
