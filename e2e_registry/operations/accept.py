@@ -375,16 +375,19 @@ def _proposal(
 # ------------------------------------------------------------------------------------------------ ordering
 
 
+#: After what is to decide.
+_SETTLED = (Decision.UNCHANGED, Decision.REJECTED, Decision.REFUSED)
+
+
 def _order(proposal: Proposal) -> tuple[Any, ...]:
-    """Order changes by size, then new standards, what changes nothing, and what is refused, each by id."""
+    """Order changes by size, then new standards, then what is settled, each by id."""
     name = (proposal.subject, proposal.platform or "")
-    change = proposal.change
-    if change is None or proposal.decision is Decision.UNCHANGED:
-        return (3 if change is None else 2, 0.0, 0, *name)
-    if change.change is None:
+    if proposal.decision in _SETTLED:
+        return (2 + _SETTLED.index(proposal.decision), 0.0, 0, *name)
+    if proposal.change is None or proposal.change.change is None:
         return (1, 0.0, 0, *name)
-    size, failing = magnitude(change.change)
-    return (0, -size, -failing, *name)
+    size, num_values = magnitude(proposal.change.change)
+    return (0, -size, -num_values, *name)
 
 
 def magnitude(comparison: Comparison) -> tuple[float, int]:
