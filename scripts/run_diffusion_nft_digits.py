@@ -20,7 +20,8 @@ import typer
 from e2e_registry.recipes.actor_group import ActorGroup, GroupSpec, launch
 from e2e_registry.recipes.command_line import command_line
 from e2e_registry.recipes.diffusion_nft_config import DiffusionNftConfig
-from e2e_registry.recipes.digits_arguments import DigitsArgs, actor_groups, line_for_people, sync_weights
+from e2e_registry.recipes.digits_arguments import DigitsArgs, digits_groups
+from e2e_registry.recipes.rollout_arguments import line_for_people, sync_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ def group_specs(args: ScriptArgs) -> tuple[GroupSpec, GroupSpec]:
         decay_limit=args.decay_limit,
     )
     home = "e2e_registry.recipes.diffusion_nft"
-    return actor_groups(args, config, trainer=f"{home}:DiffusionNftTrainer", engine=f"{home}:DiffusionNftEngine")
+    return digits_groups(args, config, trainer=f"{home}:DiffusionNftTrainer", engine=f"{home}:DiffusionNftEngine")
 
 
 def run(args: ScriptArgs) -> None:
