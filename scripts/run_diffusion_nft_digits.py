@@ -20,7 +20,8 @@ import typer
 from e2e_registry.recipes.actor_group import ActorGroup, GroupSpec, launch
 from e2e_registry.recipes.command_line import command_line
 from e2e_registry.recipes.diffusion_nft_config import DiffusionNftConfig
-from e2e_registry.recipes.digits_arguments import DigitsArgs, actor_groups, line_for_people, sync_weights
+from e2e_registry.recipes.digits_arguments import DigitsArgs, digits_groups
+from e2e_registry.recipes.rollout_arguments import line_for_people, sync_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class ScriptArgs(DigitsArgs):
         bool, typer.Option("--async-rollout", help="Draw each rollout while the one before it is trained on.")
     ] = False
     updates: Annotated[int, typer.Option(min=1, help="Optimizer steps on a rollout.")] = 2
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the policy updates.")] = 1e-3
     beta: Annotated[float, typer.Option(help="Distance of the positive and negative policies from the old one.")] = 1.0
     advantage_clip: Annotated[
         float, typer.Option(help="Standard deviations of reward at which a sample counts as wholly good or bad.")
@@ -51,7 +53,7 @@ def group_specs(args: ScriptArgs) -> tuple[GroupSpec, GroupSpec]:
         decay_limit=args.decay_limit,
     )
     home = "e2e_registry.recipes.diffusion_nft"
-    return actor_groups(args, config, trainer=f"{home}:DiffusionNftTrainer", engine=f"{home}:DiffusionNftEngine")
+    return digits_groups(args, config, trainer=f"{home}:DiffusionNftTrainer", engine=f"{home}:DiffusionNftEngine")
 
 
 def run(args: ScriptArgs) -> None:

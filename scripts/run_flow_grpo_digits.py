@@ -17,8 +17,9 @@ import typer
 
 from e2e_registry.recipes.actor_group import ActorGroup, GroupSpec, launch
 from e2e_registry.recipes.command_line import command_line
-from e2e_registry.recipes.digits_arguments import DigitsArgs, actor_groups, line_for_people, sync_weights
+from e2e_registry.recipes.digits_arguments import DigitsArgs, digits_groups
 from e2e_registry.recipes.flow_grpo_config import FlowGrpoConfig
+from e2e_registry.recipes.rollout_arguments import line_for_people, sync_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ def group_specs(args: ScriptArgs) -> tuple[GroupSpec, GroupSpec]:
     """Return the train group and the rollout group."""
     config = FlowGrpoConfig(**args.shared_config(), noise_level=args.noise_level)
     home = "e2e_registry.recipes.flow_grpo"
-    return actor_groups(args, config, trainer=f"{home}:FlowGrpoTrainer", engine=f"{home}:FlowGrpoEngine")
+    return digits_groups(args, config, trainer=f"{home}:FlowGrpoTrainer", engine=f"{home}:FlowGrpoEngine")
 
 
 def run(args: ScriptArgs) -> None:

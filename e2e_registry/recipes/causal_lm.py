@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from e2e_registry.recipes.arithmetic import ArithmeticTask
 
@@ -43,19 +42,6 @@ def build_causal_lm(
     )
     config._attn_implementation = attention or "sdpa"
     return LlamaForCausalLM(config)
-
-
-def restore_rotary_frequencies(model: nn.Module) -> None:
-    """Make the frequencies of the position embedding float32 again, after the model was cast to a lower precision.
-
-    They are buffers, which ``module.to(dtype)`` rounds with the weights; rounded to bfloat16 they turn positions into
-    others. A model that is loaded in bfloat16 keeps them in float32.
-    """
-    for rotary in model.modules():
-        if isinstance(rotary, LlamaRotaryEmbedding):
-            frequencies, _ = rotary.compute_default_rope_parameters(rotary.config)
-            for name in ("inv_freq", "original_inv_freq"):
-                rotary.register_buffer(name, frequencies.to(rotary.inv_freq.device), persistent=False)
 
 
 def response_mask(responses: Tensor, end: int) -> Tensor:

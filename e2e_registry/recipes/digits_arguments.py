@@ -1,60 +1,25 @@
-"""What the drivers of recipes that train the policy of digits share: options, groups of actors, the weight sync."""
+"""What the drivers of recipes that train the policy of digits by its own samples share."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
-from e2e_registry.errors import UsageError
-from e2e_registry.recipes.actor_group import ActorGroup, AttentionOptions, GroupSpec
-from e2e_registry.recipes.command_line import RolloutDtypeArgs, parse_env_vars
+from e2e_registry.recipes.actor_group import AttentionOptions, GroupSpec
 from e2e_registry.recipes.digits_config import DigitsConfig
+from e2e_registry.recipes.rollout_arguments import RolloutArgs, actor_groups
 
 
 @dataclass(frozen=True, kw_only=True)
-class DigitsArgs(RolloutDtypeArgs):
-    """Options of every recipe that trains the policy of digits by its own samples."""
+class DigitsArgs(RolloutArgs):
+    """Options of every recipe that trains the policy of digits."""
 
-    deterministic_mode: Annotated[
-        bool,
-        typer.Option("--deterministic-mode", help="Pin each actor's environment, and switch to strict kernels in it."),
-    ] = False
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, data, prompts and noise.")] = 0
-    num_rollout: Annotated[int, typer.Option(min=1, help="Rollouts; each is trained on before the next.")] = 4
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a rollout.")] = 8
-    group_size: Annotated[int, typer.Option(min=2, help="Samples of a prompt.")] = 8
     denoise_steps: Annotated[int, typer.Option(min=2, help="Transitions of a sample.")] = 6
-    micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a forward pass, in engine and trainer; default: a rank's all.")
-    ] = None
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the policy updates.")] = 3e-4
-    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="Gradients are clipped to this norm.")] = 1.0
-    warm_up_steps: Annotated[int, typer.Option(min=0, help="Supervised steps before the first rollout.")] = 90
-    warm_up_batch_size: Annotated[int, typer.Option(min=1, help="Images of a supervised step.")] = 64
-    warm_up_lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the supervised steps.")] = 3e-3
-    train_ranks: Annotated[int, typer.Option(min=1, help="FSDP ranks.")] = 2
-    colocate: Annotated[
-        bool, typer.Option("--colocate/--disaggregate", help="Whether the engine shares train rank 0's device.")
-    ] = True
-    rollout_seed: Annotated[
-        int | None, typer.Option(min=0, help="Of prompts, sampling noise and the reward model; default: --seed.")
-    ] = None
     fsdp_attention_backend: Annotated[
         str | None, typer.Option(help="A backend of diffusers, for trainer and engine.")
     ] = None
-    train_env_vars: Annotated[
-        list[str], typer.Option(metavar="NAME=VALUE", help="For each actor, before the profile; may be repeated.")
-    ] = field(default_factory=list)
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Of all actors.")] = "cpu"
-    profile: Annotated[
-        str | None, typer.Option(help="Determinism profile; default: cpu-portable or cuda, by device.")
-    ] = None
-    ray_address: Annotated[str, typer.Option(help="A Ray cluster; `local` starts one for this run and ends it.")] = (
-        "local"
-    )
 
     def shared_config(self) -> dict[str, Any]:
         """Return the fields of :class:`~e2e_registry.recipes.digits_config.DigitsConfig`.
@@ -62,73 +27,10 @@ class DigitsArgs(RolloutDtypeArgs):
         Raises:
             UsageError: The options contradict each other.
         """
-        samples = self.prompts * self.group_size
-        if samples % self.train_ranks or self.warm_up_batch_size % self.train_ranks:
-            raise UsageError(
-                f"{samples} samples and {self.warm_up_batch_size} warm-up images must divide by {self.train_ranks} "
-                "ranks",
-                where="--train-ranks",
-            )
-        return {
-            "seed": self.seed,
-            "denoise_steps": self.denoise_steps,
-            "prompts": self.prompts,
-            "group_size": self.group_size,
-            "micro_batch_size": self.micro_batch_size or samples // self.train_ranks,
-            "precision": self.engine_precision(),
-        }
+        return {**super().shared_config(), "denoise_steps": self.denoise_steps}
 
 
-def actor_groups(args: DigitsArgs, config: DigitsConfig, *, trainer: str, engine: str) -> tuple[GroupSpec, GroupSpec]:
-    """Return the train group and the rollout group.
-
-    Args:
-        args: The options.
-        config: What both are given; the engine with a seed of its own if the options say so.
-        trainer: The train actor's class, as ``module:Class``.
-        engine: The rollout engine's.
-    """
-    rollout_seed = args.seed if args.rollout_seed is None else args.rollout_seed
-    dtypes = args.dtypes()
-    shared: dict[str, Any] = {
-        "device": args.device,
-        "profile": args.profile,
-        "deterministic": args.deterministic_mode,
-        "env_vars": parse_env_vars(args.train_env_vars, flag="--train-env-vars"),
-        "attention": AttentionOptions(backend=args.fsdp_attention_backend),
-    }
-    train = GroupSpec(
-        role="train",
-        actor=trainer,
-        kwargs={"config": config, "lr": args.lr, "max_grad_norm": args.max_grad_norm, "dtypes": dtypes},
-        world_size=args.train_ranks,
-        seed=args.seed,
-        **shared,
-    )
-    rollout = GroupSpec(
-        role="rollout",
-        actor=engine,
-        kwargs={"config": dataclasses.replace(config, seed=rollout_seed), "overrides": dtypes.overrides},
-        seed=rollout_seed,
-        colocated_with="train" if args.colocate else None,
-        **shared,
-    )
-    return train, rollout
-
-
-def sync_weights(args: DigitsArgs, train: ActorGroup, rollout: ActorGroup, index: int) -> bool:
-    """Give the engine the trainer's weights; return whether it holds them then.
-
-    Weights go from actor to actor: the driver holds a reference only, and needs no torch.
-    """
-    exported = train.call("export_weights", index, args.engine_precision())
-    digest, (weights,) = exported[0]
-    rollout.call("load_weights", ref=weights)
-    is_match: bool = rollout.call("log_weights", digest, index)[0]
-    return is_match
-
-
-def line_for_people(values: dict[str, float], *, is_match: bool) -> str:
-    """Return what to print of a rollout."""
-    shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-    return shown if is_match else f"{shown}  (the engine does not hold the trainer's weights)"
+def digits_groups(args: DigitsArgs, config: DigitsConfig, *, trainer: str, engine: str) -> tuple[GroupSpec, GroupSpec]:
+    """Return the train group and the rollout group; see :func:`actor_groups`."""
+    attention = AttentionOptions(backend=args.fsdp_attention_backend)
+    return actor_groups(args, config, trainer=trainer, engine=engine, attention=attention)

@@ -1,44 +1,18 @@
-"""What trainer and engine of a recipe that draws digits must agree on. The driver makes it, so it needs no torch."""
+"""What trainer and engine of a recipe that draws digits must agree on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from e2e_registry.recipes.generators import stream_generator
-
-if TYPE_CHECKING:
-    import torch
-
-    from e2e_registry.recipes.dtype_policy import Precision
+from e2e_registry.recipes.rollout_config import RolloutConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DigitsConfig:
+class DigitsConfig(RolloutConfig):
     """What trainer and engine must agree on.
 
     Attributes:
-        seed: Of the run.
         denoise_steps: Steps of the sampler.
-        prompts: Prompts of a rollout.
-        group_size: Samples of a prompt.
-        micro_batch_size: Samples that one forward pass takes, in the engine and in the trainer: with equal shapes the
-            two run the same kernels on the same numbers, and agree to the bit.
-        precision: Of the engine.
     """
 
-    seed: int
     denoise_steps: int
-    prompts: int
-    group_size: int
-    micro_batch_size: int
-    precision: Precision
-
-    @property
-    def samples(self) -> int:
-        """Samples of a rollout."""
-        return self.prompts * self.group_size
-
-    def generator(self, stream: str) -> torch.Generator:
-        """Return a CPU generator of its own for one use."""
-        return stream_generator(self.seed, stream)

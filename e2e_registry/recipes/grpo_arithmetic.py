@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from e2e_registry.recipes.actor import ActorContext
@@ -18,8 +18,9 @@ from e2e_registry.recipes.causal_lm import (
     decode,
     response_log_probs,
     response_mask,
-    restore_rotary_frequencies,
 )
+from e2e_registry.recipes.dtype_policy import DtypeOverride, DtypePolicy
+from e2e_registry.recipes.gradients import local_part
 from e2e_registry.recipes.grpo_config import GrpoConfig
 from e2e_registry.recipes.rewards import reward_statistics
 from e2e_registry.recipes.rollout_engine import RolloutEngine
@@ -28,23 +29,27 @@ from e2e_registry.recipes.train_actor import TrainActor
 
 Batch = Mapping[str, Tensor]
 
+UNITS = (LlamaDecoderLayer,)
+
 
 class GrpoTrainer(TrainActor):
     """One of the train ranks."""
 
-    def __init__(self, context: ActorContext, config: GrpoConfig, *, lr: float, max_grad_norm: float) -> None:
+    def __init__(
+        self, context: ActorContext, config: GrpoConfig, *, lr: float, max_grad_norm: float, dtypes: DtypePolicy
+    ) -> None:
         self.config = config
         self.task = ArithmeticTask(config.largest)
         attention = context.spec.attention.backend
         super().__init__(
             context,
             lambda: build_causal_lm(self.task, attention),
-            shard=(LlamaDecoderLayer,),
+            shard=UNITS,
             lr=lr,
             max_grad_norm=max_grad_norm,
+            dtypes=dtypes,
         )
-        reference: nn.Module = build_causal_lm(self.task, attention)
-        self.reference = reference.requires_grad_(False).to(self.device)
+        self.reference = self.sharded(build_causal_lm(self.task, attention), UNITS).requires_grad_(False)
 
     def warm_up(self, steps: int, batch_size: int, lr: float) -> None:
         """Train on problems with their answers, then keep the weights as the reference of the divergence.
@@ -68,15 +73,16 @@ class GrpoTrainer(TrainActor):
                 scale = self.context.world_size / tokens
                 loss, grad_norm = self.update([token_sum(losses, own["mask"]) * scale], count=1)
                 self.recorder.log({"train/warm_up_loss": loss, "train/warm_up_grad_norm": grad_norm}, step=step)
-        weights = self.weights()
-        self.reference.load_state_dict(weights)
-        self.recorder.log_digest("train/reference_weights", weights, step=0)
+        with torch.no_grad():
+            for frozen, trained in zip(self.reference.parameters(), self.model.parameters(), strict=True):
+                local_part(frozen).copy_(local_part(trained))
+        self.recorder.log_digest("train/reference_weights", self.weights(), step=0)
 
     def train_on(self, rollout: int, updates: int, batch: Batch) -> dict[str, float]:
         """Take ``updates`` optimizer steps on one rollout, each over all of its tokens.
 
         Returns:
-            Loss and gradient norm of the last of them.
+            Mean reward and share of right answers of the rollout, loss and gradient norm of the last update.
         """
         advantages = group_advantages(batch["rewards"], self.config.group_size)
         self.recorder.log_digest("train/advantages", advantages, step=rollout)
@@ -94,9 +100,10 @@ class GrpoTrainer(TrainActor):
             if update == 0:  # the trainer still had the engine's weights
                 self.recorder.log(seen.agreement(own), step=step)
             over_ranks = {name: self.mean_over_ranks(value * scale) for name, value in seen.sums.items()}
-            norms = {"train/grad_norm": grad_norm, **self.grad_norm_metrics}
+            norms = {"train/grad_norm": grad_norm, **self.grad_norm_metrics, **self.scaling_metrics}
             self.recorder.log({"train/loss": loss, **over_ranks, **norms, **seen.movement()}, step=step)
-        return {"loss": loss, "grad_norm": grad_norm}
+        reward, accuracy = batch["rewards"].mean().item(), _accuracy(batch["rewards"]).item()
+        return {"reward": reward, "accuracy": accuracy, "loss": loss, "grad_norm": grad_norm}
 
     def _loss(self, own: Batch, rows: slice, scale: float, seen: _Tokens) -> Tensor:
         """Return the loss of a micro-batch: a sum over its tokens, scaled so that the mean over all counts tokens."""
@@ -186,13 +193,16 @@ class _Tokens:
 class GrpoEngine(RolloutEngine):
     """Draws groups of responses to prompts, checks the answers, and scores what it drew."""
 
-    def __init__(self, context: ActorContext, config: GrpoConfig) -> None:
+    def __init__(self, context: ActorContext, config: GrpoConfig, *, overrides: tuple[DtypeOverride, ...]) -> None:
         self.config = config
         self.task = ArithmeticTask(config.largest)
         attention = context.spec.attention.backend
-        super().__init__(context, lambda: build_causal_lm(self.task, attention), precision=config.precision)
-        restore_rotary_frequencies(self.model)
-        self.summary: dict[str, float] = {}
+        super().__init__(
+            context,
+            lambda: build_causal_lm(self.task, attention),
+            precision=config.precision,
+            overrides=overrides,
+        )
 
     @torch.no_grad()
     def generate(self, rollout: int) -> dict[str, Tensor]:
@@ -218,10 +228,6 @@ class GrpoEngine(RolloutEngine):
         self._log(rollout, batch)
         return batch
 
-    def last_summary(self) -> dict[str, float]:
-        """Return mean reward and share of right answers of the last rollout, for people."""
-        return self.summary
-
     def _sample(self, prompts: Tensor, noise: Tensor) -> dict[str, Tensor]:
         on_device = prompts.to(self.device)
         drawn = decode(self.model, on_device, noise.to(self.device))
@@ -241,7 +247,13 @@ class GrpoEngine(RolloutEngine):
         for name in ("prompts", "responses", "rewards"):
             self.recorder.log_digest(f"rollout/{name}", batch[name], step=rollout)
         self.recorder.log_digest("rollout/log_probs", batch["decoded_log_probs"][mask], step=rollout)
-        lengths = {"rollout/response_length_mean": mask.sum(dim=1).double().mean()}
-        accuracy = {"rollout/accuracy": (rewards == 1.0).double().mean()}
-        self.recorder.log({**reward_statistics(rewards), **lengths, **accuracy}, step=rollout)
-        self.summary = {"reward": rewards.mean().item(), "accuracy": accuracy["rollout/accuracy"].item()}
+        statistics = reward_statistics(rewards) | {
+            "rollout/accuracy": _accuracy(rewards),
+            "rollout/response_length_mean": mask.sum(dim=1).double().mean(),
+        }
+        self.recorder.log(statistics, step=rollout)
+
+
+def _accuracy(rewards: Tensor) -> Tensor:
+    """Return the share of right answers: only they are given all of the reward."""
+    return (rewards == 1.0).double().mean()

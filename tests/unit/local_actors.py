@@ -1,7 +1,7 @@
-"""Recipes on Ray, run in this process: the driver and the actors are the recipe's own, Ray alone is replaced.
+"""Recipes with their actors in this process: the driver and the actors are the recipe's own, only Ray is replaced.
 
-Many faults can be planted in little time that way. What one process cannot show (dying actors, environments, two ranks)
-the slow tests of ``test_recipes_on_ray.py`` show.
+So many faults can be planted in little time. What one process cannot show (dying actors, environments, two ranks) the
+slow tests of ``test_recipes_on_ray.py`` show.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,6 @@ from torch import distributed
 from e2e_registry import MetricRecorder
 from e2e_registry.comparison import Comparison, compare
 from e2e_registry.recipes.actor import ActorContext, GroupSpec
-from e2e_registry.recipes.train_actor import TrainActor
 from e2e_registry.recording import read_run
 from e2e_registry.series import decode_values
 from e2e_registry.tolerance import Policies
@@ -31,33 +31,38 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 class LocalGroup:
-    """An ``ActorGroup`` of one rank in this process."""
+    """An :class:`ActorGroup` of one rank in this process; as with Ray, one call of a group runs at a time."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, spec: GroupSpec, actor: Any) -> None:
+        self.spec = spec
         self.actor = actor
+        self.thread = ThreadPoolExecutor(max_workers=1)
 
     def call(self, method: str, *args: Any, ref: Any = None) -> list[Any]:
         return [self.call_kept(method, *args, ref=ref)]
 
     def call_kept(self, method: str, *args: Any, ref: Any = None) -> Any:
-        return getattr(self.actor, method)(*args, *(() if ref is None else (ref,)))
+        return self.wait_kept(self.submit_kept(method, *args, ref=ref))
+
+    def submit_kept(self, method: str, *args: Any, ref: Any = None) -> Future[Any]:
+        return self.thread.submit(getattr(self.actor, method), *args, *(() if ref is None else (ref,)))
+
+    def wait_kept(self, submitted: Future[Any]) -> Any:
+        return submitted.result(timeout=120)
 
 
 @contextlib.contextmanager
-def process_group_of_one(folder: Path) -> Iterator[None]:
-    """Be rank 0 of 1 for a while, on one thread."""
+def process_group(folder: Path) -> Iterator[None]:
+    """A process group of one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for equal bits, and because threads that wait for each other crawl on a busy machine
     distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
-        torch.set_num_threads(threads)
+    yield
+    distributed.destroy_process_group()
+    torch.set_num_threads(threads)
 
 
 def load_script(name: str) -> ModuleType:
-    """Import a file of ``scripts/``."""
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -67,8 +72,8 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-def run(script: ModuleType, run_dir: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Path:
-    """Run the recipe's driver with its actors in this process, and return the folder with what they recorded."""
+def run(script: ModuleType, run_dir: Path, **options: Any) -> Path:
+    """Run the recipe's driver with its actors in this process, and return where they recorded."""
 
     @contextlib.contextmanager
     def launch(specs: Sequence[GroupSpec], *, address: str) -> Iterator[tuple[LocalGroup, ...]]:
@@ -80,29 +85,22 @@ def run(script: ModuleType, run_dir: Path, monkeypatch: pytest.MonkeyPatch, **op
                 module, _, name = spec.actor.partition(":")
                 factory = getattr(importlib.import_module(module), name)
                 context = ActorContext(spec, 0, recorder, torch.device("cpu"))
-                groups.append(LocalGroup(factory(context, **spec.kwargs)))
+                groups.append(LocalGroup(spec, factory(context, **spec.kwargs)))
+                stack.callback(groups[-1].thread.shutdown)
             yield tuple(groups)
 
-    def export(self: Any, step: int, precision: Any) -> tuple[str, list[Any]]:
-        with monkeypatch.context() as patch:
-            patch.setattr("ray.put", lambda value: value)
-            return original(self, step, precision)
-
-    original = TrainActor.export_weights
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "launch", launch)
-        patch.setattr(TrainActor, "export_weights", export)
+        patch.setattr("ray.put", lambda value: value)
         script.run(script.ScriptArgs(**options))
     return run_dir
 
 
 def compare_runs(got: Path, want: Path) -> Comparison:
-    """Compare every series of two runs strictly."""
     return compare(read_run(got).batches(), read_run(want).batches(), policies=Policies(judge_all=True))
 
 
 def values(run_dir: Path, metric: str) -> list[float]:
-    """Return the values of a metric that one writer logged."""
     return [
         value
         for batch in read_run(run_dir).batches()

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import local_actors
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from local_actors import compare_runs, load_script, process_group_of_one, run, values
+from local_actors import compare_runs, load_script, run, values
 from torch.distributions import Categorical, kl_divergence
 
 from e2e_registry.config import load_settings
@@ -28,7 +29,6 @@ from e2e_registry.recipes.causal_lm import (
     decode,
     response_log_probs,
     response_mask,
-    restore_rotary_frequencies,
 )
 from e2e_registry.recipes.gradients import gradient_norms, parameter_group
 from e2e_registry.recipes.token_objective import entropy, k3_divergence, token_sum
@@ -149,7 +149,7 @@ def test_asymmetric_clipping_by_hand() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group_of_one(tmp_path_factory.mktemp("store")):
+    with local_actors.process_group(tmp_path_factory.mktemp("store")):
         yield
 
 
@@ -202,17 +202,6 @@ def test_tokens_are_drawn_from_the_distribution_of_the_policy(sampled: dict[str,
     assert ((shares - expected).abs() < 5 * error + 1e-6).all()
 
 
-def test_a_lower_precision_keeps_the_rotary_frequencies() -> None:
-    torch.manual_seed(0)
-    model = build_causal_lm(ArithmeticTask(19))
-    exact = model.model.rotary_emb.inv_freq.clone()
-    model.to(torch.bfloat16)
-    assert not torch.equal(model.model.rotary_emb.inv_freq.float(), exact), "the cast no longer rounds them"
-    restore_rotary_frequencies(model)
-    assert torch.equal(model.model.rotary_emb.inv_freq, exact)
-    assert "model.rotary_emb.inv_freq" not in model.state_dict()
-
-
 def test_gradient_norms_of_groups_make_up_the_whole() -> None:
     torch.manual_seed(0)
     model = build_causal_lm(ArithmeticTask(19))
@@ -248,15 +237,12 @@ def script() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def baseline(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        yield run(script, tmp_path_factory.mktemp("runs") / "baseline", monkeypatch, **SMALL)
+def baseline(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(script, tmp_path_factory.mktemp("runs") / "baseline", **SMALL)
 
 
-def test_the_same_seed_repeats_all_that_is_registered(
-    script: ModuleType, baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    comparison = compare_runs(run(script, tmp_path / "again", monkeypatch, **SMALL), baseline)
+def test_the_same_seed_repeats_all_that_is_registered(script: ModuleType, baseline: Path, tmp_path: Path) -> None:
+    comparison = compare_runs(run(script, tmp_path / "again", **SMALL), baseline)
     assert comparison.failing == ()
     registered = read_registration(TEST, load_settings(TEST)).metrics
     logged = {series.key.metric for series in comparison.series}
@@ -283,17 +269,15 @@ def test_trainer_and_engine_score_alike_and_decoding_is_close(baseline: Path) ->
     assert values(baseline, "train/ratio_max")[1] > 1.0 > values(baseline, "train/ratio_min")[1]
 
 
-def test_an_engine_in_bfloat16_is_measured(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounded = run(script, tmp_path / "bf16", monkeypatch, **SMALL, rollout_precision="bf16")
+def test_an_engine_in_bfloat16_is_measured(script: ModuleType, tmp_path: Path) -> None:
+    rounded = run(script, tmp_path / "bf16", **SMALL, rollout_precision="bf16", allow_dtype_mismatch=True)
     assert values(rounded, "rollout/weights_match") == [1.0, 1.0]
     assert all(1e-5 < value < 0.1 for value in values(rounded, "train/train_rescored_logprob_abs_diff_max"))
     assert values(rounded, "train/ratio_max")[0] > 1.0
 
 
-def test_smaller_forward_passes_draw_the_same_responses(
-    script: ModuleType, baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    smaller = run(script, tmp_path / "smaller", monkeypatch, **SMALL, micro_batch_size=8)
+def test_smaller_forward_passes_draw_the_same_responses(script: ModuleType, baseline: Path, tmp_path: Path) -> None:
+    smaller = run(script, tmp_path / "smaller", **SMALL, micro_batch_size=8)
     failing = {series.key.metric for series in compare_runs(smaller, baseline).failing}
     assert not failing & {"rollout/prompts", "rollout/rewards", "train/advantages"}
     assert values(smaller, "train/train_rescored_logprob_abs_diff_max") == [0.0, 0.0]
@@ -409,7 +393,7 @@ def test_a_planted_fault_shows(
 ) -> None:
     with monkeypatch.context() as patch:
         plant(patch, script)
-        faulty = run(script, tmp_path / "faulty", monkeypatch, **SMALL)
+        faulty = run(script, tmp_path / "faulty", **SMALL)
     comparison = compare_runs(faulty, baseline)
     divergence = comparison.first_divergence
     assert divergence is not None
@@ -424,7 +408,7 @@ def test_a_planted_fault_shows(
 
 def test_what_ranks_and_forward_passes_cannot_share_evenly_is_refused(script: ModuleType) -> None:
     args = dataclasses.replace(script.ScriptArgs(), prompts=3, group_size=3)
-    with pytest.raises(UsageError, match="--train-ranks: 9 responses"):
+    with pytest.raises(UsageError, match="--train-ranks: 9 samples"):
         script.group_specs(args)
     args = dataclasses.replace(script.ScriptArgs(), micro_batch_size=48)
     with pytest.raises(UsageError, match="--micro-batch-size: a rank's 128 responses"):
@@ -432,7 +416,7 @@ def test_what_ranks_and_forward_passes_cannot_share_evenly_is_refused(script: Mo
 
 
 @pytest.mark.slow
-def test_it_learns(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_learns(script: ModuleType, tmp_path: Path) -> None:
     options = {"num_rollout": 30, "train_ranks": 1}
-    rewards = values(run(script, tmp_path / "run", monkeypatch, **options), "rollout/reward/raw_mean")
+    rewards = values(run(script, tmp_path / "run", **options), "rollout/reward/raw_mean")
     assert statistics.mean(rewards[-6:]) > statistics.mean(rewards[:6]) + 0.03

@@ -16,6 +16,7 @@ register_e2e_ci(
         "data/batch",
         "train/loss",
         "train/grad_norm",
+        "train/grad_norm/*",
         "eval/loss",
         "eval/accuracy",
         "model/parameters",

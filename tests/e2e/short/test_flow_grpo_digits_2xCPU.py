@@ -13,6 +13,7 @@ register_e2e_ci(
     # before the profile. What a registration sets goes before both.
     env={"OPENBLAS_CORETYPE": "Nehalem"},
     metrics=[
+        "data/warm_up",
         "rollout/prompts",
         "rollout/samples",
         "rollout/rewards",
@@ -27,6 +28,7 @@ register_e2e_ci(
         "train/advantages",
         "train/clip_fraction",
         "train/grad_norm",
+        "train/grad_norm/*",
         "train/log_prob_mean_abs_diff",
         "train/log_prob_new_idx_0",
         "train/log_prob_old_idx_0",

@@ -16,6 +16,7 @@ register_e2e_ci(
         "data/sample_ids",
         "train/loss",
         "train/grad_norm",
+        "train/grad_norm/*",
         "eval/loss",
         "model/parameters",
     ],
