@@ -1006,6 +1006,8 @@ def training_steps(add: Add) -> None:
     for dtype in DTYPES:
         add(group, f"train/{dtype}/mlp AdamW", _train, _mlp, dtype, (64, 64), False)
     add(group, "train/float32/cnn AdamW fused", _train, _cnn, "float32", (16, 1, 8, 8), True)
+    for dtype in ("bfloat16", "float16"):
+        add(group, f"train/{dtype}/diffusion transformer, float32 master", _train_mixed, dtype)
 
 
 def _cnn() -> nn.Module:
@@ -1028,6 +1030,31 @@ def _train(make: Callable[[], nn.Module], dtype: str, shape: tuple[int, ...], is
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         logged += [loss.detach(), norm]
+    return [*logged, *(p.detach() for p in model.parameters())]
+
+
+def _train_mixed(dtype: str) -> list[Any]:
+    """Return losses, squared gradients, loss scales and weights; in float16 the first steps overflow."""
+    from e2e_registry.recipes.small_dit.model import SmallDiT
+
+    model = module(SmallDiT)
+    for index, parameter in enumerate(model.parameters()):  # the last layers start as zero, which hides the others
+        parameter.data += unit(tuple(parameter.shape), salt=str(index), scale=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2, enabled=dtype == "float16")
+    latents, target, sigma = unit((16, 4, 4, 4)), unit((16, 4, 4, 4), salt="target"), positive("float32", 16)
+    logged: list[Any] = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        weights = {name: parameter.to(DTYPES[dtype]) for name, parameter in model.named_parameters()}
+        velocity = torch.func.functional_call(model, weights, (latents, sigma, torch.arange(16) % 10))
+        loss = (velocity - target).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
+        logged += [loss.detach(), *squares, scaler.get_scale()]
+        scaler.step(optimizer)
+        scaler.update()
     return [*logged, *(p.detach() for p in model.parameters())]
 
 

@@ -32,6 +32,7 @@ class ScriptArgs(DigitsArgs):
         bool, typer.Option("--async-rollout", help="Draw each rollout while the one before it is trained on.")
     ] = False
     updates: Annotated[int, typer.Option(min=1, help="Optimizer steps on a rollout.")] = 2
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the policy updates.")] = 1e-3
     beta: Annotated[float, typer.Option(help="Distance of the positive and negative policies from the old one.")] = 1.0
     advantage_clip: Annotated[
         float, typer.Option(help="Standard deviations of reward at which a sample counts as wholly good or bad.")

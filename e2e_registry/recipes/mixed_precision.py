@@ -89,7 +89,7 @@ def fsdp_policy(prefix: str, found: Mapping[str, Precision], policy: DtypePolicy
     dtype = policy.forward if within is None else found[within]
     is_region = within == prefix
     return MixedPrecisionPolicy(
-        param_dtype=None if dtype == policy.master else DTYPES[dtype],
+        param_dtype=DTYPES[dtype],  # even where it is the master's: without it FSDP2 casts no inputs
         reduce_dtype=None if policy.reduce == dtype else DTYPES[policy.reduce],
         output_dtype=DTYPES[policy.forward] if is_region else None,
         cast_forward_inputs=is_region,

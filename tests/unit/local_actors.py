@@ -33,7 +33,8 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 class LocalGroup:
     """An :class:`ActorGroup` of one rank in this process; as with Ray, one call of a group runs at a time."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, spec: GroupSpec, actor: Any) -> None:
+        self.spec = spec
         self.actor = actor
         self.thread = ThreadPoolExecutor(max_workers=1)
 
@@ -84,7 +85,7 @@ def run(script: ModuleType, run_dir: Path, **options: Any) -> Path:
                 module, _, name = spec.actor.partition(":")
                 factory = getattr(importlib.import_module(module), name)
                 context = ActorContext(spec, 0, recorder, torch.device("cpu"))
-                groups.append(LocalGroup(factory(context, **spec.kwargs)))
+                groups.append(LocalGroup(spec, factory(context, **spec.kwargs)))
                 stack.callback(groups[-1].thread.shutdown)
             yield tuple(groups)
 

@@ -1,34 +1,22 @@
-"""The Flow-GRPO recipe: its command line, the agreement of trainer and engine, and faults that must show.
-
-The driver and the actors are the recipe's own; only Ray is replaced, by calls in one process, so that many faults can
-be planted in little time. What one process cannot show (dying actors, environments, two ranks) the slow tests of
-``test_recipes_on_ray.py`` show.
-"""
+"""The Flow-GRPO recipe: its command line, the agreement of trainer and engine, and faults that must show."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import local_actors
 import pytest
 import torch
-from torch import distributed
+from local_actors import compare_runs, load_script, process_group, values
 
-from e2e_registry import MetricRecorder
-from e2e_registry.comparison import Comparison, compare
 from e2e_registry.errors import UsageError
-from e2e_registry.recipes import digits_policy, flow_grpo, train_actor
-from e2e_registry.recipes.actor import ActorContext, GroupSpec
-from e2e_registry.recording import read_run
-from e2e_registry.series import decode_values
-from e2e_registry.tolerance import Policies
+from e2e_registry.recipes import digits_policy, flow_grpo
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "run_flow_grpo_digits.py"
 SMALL = {"num_rollout": 2, "prompts": 4, "group_size": 4, "denoise_steps": 3, "warm_up_steps": 3, "train_ranks": 1}
@@ -36,92 +24,28 @@ SMALL = {"num_rollout": 2, "prompts": 4, "group_size": 4, "denoise_steps": 3, "w
 Plant = Callable[[pytest.MonkeyPatch, ModuleType], None]
 
 
-class LocalGroup:
-    """An :class:`ActorGroup` of one rank in this process."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
-    def call(self, method: str, *args: Any, ref: Any = None) -> list[Any]:
-        return [self.call_kept(method, *args, ref=ref)]
-
-    def call_kept(self, method: str, *args: Any, ref: Any = None) -> Any:
-        return getattr(self.actor, method)(*args, *(() if ref is None else (ref,)))
-
-
 @pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for equal bits, and because threads that wait for each other crawl on a busy machine
-    store = tmp_path_factory.mktemp("store") / "store"
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-    torch.set_num_threads(threads)
+def group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with process_group(tmp_path_factory.mktemp("store")):
+        yield
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("run_flow_grpo_digits", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("run_flow_grpo_digits")
 
 
-def run(script: ModuleType, run_dir: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Path:
-    """Run the recipe's driver with its actors in this process."""
-
-    @contextlib.contextmanager
-    def launch(specs: Sequence[GroupSpec], *, address: str) -> Iterator[tuple[LocalGroup, ...]]:
-        with contextlib.ExitStack() as stack:
-            groups = []
-            for spec in specs:
-                torch.manual_seed(spec.seed)
-                recorder = stack.enter_context(MetricRecorder(role=spec.role, run_dir=run_dir))
-                factory = getattr(flow_grpo, spec.actor.partition(":")[2])
-                context = ActorContext(spec, 0, recorder, torch.device("cpu"))
-                groups.append(LocalGroup(factory(context, **spec.kwargs)))
-            yield tuple(groups)
-
-    def export(self: Any, step: int, precision: Any) -> tuple[str, list[Any]]:
-        with monkeypatch.context() as patch:
-            patch.setattr("ray.put", lambda value: value)
-            return original(self, step, precision)
-
-    original = train_actor.TrainActor.export_weights
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "launch", launch)
-        patch.setattr(train_actor.TrainActor, "export_weights", export)
-        script.run(script.ScriptArgs(**{**SMALL, **options}))
-    return run_dir
-
-
-def compare_runs(got: Path, want: Path) -> Comparison:
-    return compare(read_run(got).batches(), read_run(want).batches(), policies=Policies(judge_all=True))
-
-
-def values(run_dir: Path, metric: str) -> list[float]:
-    return [
-        value
-        for batch in read_run(run_dir).batches()
-        if batch.key.metric == metric
-        for value in decode_values(batch.dtype, batch.bits).tolist()
-    ]
+def run(script: ModuleType, run_dir: Path, **options: Any) -> Path:
+    return local_actors.run(script, run_dir, **{**SMALL, **options})
 
 
 @pytest.fixture(scope="module")
-def baseline(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        yield run(script, tmp_path_factory.mktemp("runs") / "baseline", monkeypatch)
+def baseline(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(script, tmp_path_factory.mktemp("runs") / "baseline")
 
 
-def test_the_same_seed_repeats(
-    script: ModuleType, baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    comparison = compare_runs(run(script, tmp_path / "again", monkeypatch), baseline)
+def test_the_same_seed_repeats(script: ModuleType, baseline: Path, tmp_path: Path) -> None:
+    comparison = compare_runs(run(script, tmp_path / "again"), baseline)
     assert comparison.failing == ()
     assert comparison.num_judged == 34
 
@@ -134,10 +58,8 @@ def test_trainer_and_engine_agree_to_the_bit_in_equal_precision(baseline: Path) 
     assert values(baseline, "train/ratio_max")[1] > 1.0, "a second update that does not move the policy shows nothing"
 
 
-def test_an_engine_in_bfloat16_holds_the_rounded_weights_and_is_measured(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounded = run(script, tmp_path / "bf16", monkeypatch, rollout_precision="bf16", allow_dtype_mismatch=True)
+def test_an_engine_in_bfloat16_holds_the_rounded_weights_and_is_measured(script: ModuleType, tmp_path: Path) -> None:
+    rounded = run(script, tmp_path / "bf16", rollout_precision="bf16", allow_dtype_mismatch=True)
     assert values(rounded, "rollout/weights_match") == [1.0, 1.0]
     assert all(1e-5 < value < 0.1 for value in values(rounded, "train/model_output_mean_abs_diff"))
 
@@ -207,7 +129,7 @@ def test_a_planted_fault_shows(
 ) -> None:
     with monkeypatch.context() as patch:
         plant(patch, script)
-        faulty = run(script, tmp_path / "faulty", monkeypatch)
+        faulty = run(script, tmp_path / "faulty")
     divergence = compare_runs(faulty, baseline).first_divergence
     assert divergence is not None
     assert (divergence.key.metric, divergence.step) == (first, step)
