@@ -92,8 +92,13 @@ class TrainDtypeArgs:
         """Return the train actor's dtypes.
 
         Raises:
-            UsageError: An override is not PATTERN=DTYPE.
+            UsageError: An override is not PATTERN=DTYPE, or losses would be scaled and gradients kept in fp16.
         """
+        if self.forward_dtype == self.master_dtype == "fp16":
+            # They overflow where scaled losses have them overflow, and unscaled ones vanish: torch refuses them too.
+            raise UsageError(
+                "gradients of fp16 parameters cannot be unscaled", where="--master-dtype", hint="give fp32 or bf16"
+            )
         return DtypePolicy(
             master=self.master_dtype,
             forward=self.forward_dtype,

@@ -19,7 +19,7 @@ from e2e_registry import MetricRecorder
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor import ActorContext, AttentionOptions, GroupSpec
 from e2e_registry.recipes.command_line import RolloutDtypeArgs
-from e2e_registry.recipes.dtype_policy import FP32, DtypeOverride, DtypePolicy
+from e2e_registry.recipes.dtype_policy import FP32, DtypeOverride, DtypePolicy, Precision
 from e2e_registry.recipes.mixed_precision import cast_parameters, compute_dtypes, regions
 from e2e_registry.recipes.rollout_engine import RolloutEngine
 from e2e_registry.recipes.train_actor import TrainActor
@@ -150,6 +150,8 @@ def test_the_engine_follows_the_trainers_dtype_and_another_one_must_be_asked_for
 def test_losses_are_scaled_where_the_forward_pass_is_in_half_precision() -> None:
     assert RolloutDtypeArgs(forward_dtype="fp16", initial_loss_scale=64.0).dtypes().loss_scale == 64.0
     assert RolloutDtypeArgs(forward_dtype="bf16", initial_loss_scale=64.0).dtypes().loss_scale is None
+    with pytest.raises(UsageError, match=r"--master-dtype: .* cannot be unscaled"):
+        RolloutDtypeArgs(forward_dtype="fp16", master_dtype="fp16").dtypes()
 
 
 @pytest.mark.parametrize("script", ["run_flow_grpo_digits.py", "run_diffusion_nft_digits.py"])
@@ -249,8 +251,9 @@ def test_sharded_trainer_and_whole_engine_compute_the_same_bits(tmp_path: Path, 
     assert first["held"]["offset"] == "torch.float32"
 
 
-def test_an_overflow_on_one_rank_keeps_all_ranks_from_stepping(tmp_path: Path) -> None:
-    scaled = DtypePolicy(forward="fp16", loss_scale=1024.0, loss_scale_growth_interval=2)
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_an_overflow_on_one_rank_keeps_all_ranks_from_stepping(tmp_path: Path, master: Precision) -> None:
+    scaled = DtypePolicy(master=master, forward="fp16", loss_scale=1024.0, loss_scale_growth_interval=2)
     first, second = over_two_ranks(tmp_path / "run", scaled, big_at=(1,))
     assert first["history"] == second["history"]
     assert first["weights"] == second["weights"]

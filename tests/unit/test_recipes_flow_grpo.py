@@ -58,6 +58,17 @@ def test_trainer_and_engine_agree_to_the_bit_in_equal_precision(baseline: Path) 
     assert values(baseline, "train/ratio_max")[1] > 1.0, "a second update that does not move the policy shows nothing"
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_trainer_and_engine_agree_to_the_bit_in_equal_lower_precision(
+    script: ModuleType, tmp_path: Path, dtype: str
+) -> None:
+    lower = run(script, tmp_path / dtype, forward_dtype=dtype, dtype_override=["*.norm1.*=fp32"])
+    assert values(lower, "train/log_prob_mean_abs_diff") == [0.0, 0.0]
+    assert values(lower, "train/model_output_mean_abs_diff") == [0.0, 0.0]
+    assert values(lower, "rollout/weights_match") == [1.0, 1.0]
+    assert set(values(lower, "train/loss_scale")) == ({65536.0} if dtype == "fp16" else set())
+
+
 def test_an_engine_in_bfloat16_holds_the_rounded_weights_and_is_measured(script: ModuleType, tmp_path: Path) -> None:
     rounded = run(script, tmp_path / "bf16", rollout_precision="bf16", allow_dtype_mismatch=True)
     assert values(rounded, "rollout/weights_match") == [1.0, 1.0]

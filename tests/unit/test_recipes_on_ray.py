@@ -19,6 +19,7 @@ ACTOR = """
 import os, signal, time
 import torch
 from torch import distributed
+from e2e_registry.errors import UsageError
 from e2e_registry.recipes.train_actor import TrainActor
 
 class Tiny(TrainActor):
@@ -38,6 +39,8 @@ class Tiny(TrainActor):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raise":
             raise ValueError("the loss is NaN at step 3")
+        if how == "refuse":
+            raise UsageError("there is no such layer", where="--layer", hint="give another")
 
     def initial_variable(self, name):
         pairs = open("/proc/self/environ").read().split(chr(0))
@@ -192,3 +195,13 @@ def test_an_actor_that_dies_ends_the_recipe_and_nothing_else(
     assert ask(bystander) == "2"
     lines = (repository.runs[-1] / "metrics.train.rank0.jsonl").read_text().splitlines()
     assert [line.partition(", ")[0] for line in lines[1:]] == [f'{{"step": {step}' for step in range(3)]
+
+
+def test_what_an_actor_refuses_ends_the_recipe_as_if_the_driver_had_refused_it(repository: Repository) -> None:
+    declare(repository, "--fail", "refuse")
+    result = repository.command("check", "--test", TEST)
+    assert result.code == 4, result.out
+    assert "exited with code 2" in result.out
+    log = log_of_last_run(repository)
+    assert log.rstrip().endswith("error: --layer: there is no such layer\n  give another")
+    assert "Traceback" not in log
