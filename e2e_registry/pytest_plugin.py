@@ -8,6 +8,7 @@ a ``conftest.py`` has options of the same names.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pickle
 from collections.abc import Generator, Iterator
@@ -69,12 +70,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         except RegistryError as error:
             raise pytest.UsageError(str(error)) from None
     yield
-    group = parser.getgroup("e2e_registry")
     for option, text in _OPTIONS.items():
-        try:
-            group.addoption(option, action="store_true", help=text)
-        except (ValueError, argparse.ArgumentError):  # taken
-            continue
+        # In the group that conftest files use: pytest before version 9 looks for a conflict in no other.
+        with contextlib.suppress(ValueError, argparse.ArgumentError):
+            parser.addoption(option, action="store_true", help=f"{text} (e2e-registry)")
 
 
 def _profile(config: pytest.Config) -> str | None:
