@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from pathlib import Path
@@ -209,6 +210,13 @@ def write_native_test(repository: Repository) -> None:
     """Add a registered test of profile cpu-native, with its standard."""
     test = repository.write_test("test_native", profile="cpu-native")
     assert repository.cli("record", "--test", test).code == 0
+
+
+def test_a_platform_axis_is_read_whether_or_not_its_library_is_loaded(repository: Repository) -> None:
+    (repository.root / "pyproject.toml").write_text('[tool.e2e_registry]\nplatform_axes = ["torch", "python"]\n')
+    write(repository)
+    run(repository, TEST_FILE, "--record-assertions").assert_outcomes(passed=1)
+    assert re.search(r"-torch\d+\.\d+-python3\.\d+-unpinned\.parquet$", the_standard(repository).name)
 
 
 def test_a_stated_platform_is_one_standard_for_every_machine(repository: Repository) -> None:

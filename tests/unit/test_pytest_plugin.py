@@ -219,6 +219,15 @@ def test_exitfirst_ends_after_the_first_failure_and_runs_nothing_more(repository
     assert [test["subject"] for test in found["tests"]] == ["tests/e2e/test_another.py"]
 
 
+def test_results_that_cannot_be_kept_fail_the_session_without_a_traceback(repository: Repository) -> None:
+    repository.record()
+    (repository.root / ".e2e_runs/results.json").mkdir()
+    outcome = run(repository, "--e2e")
+    outcome.assert_outcomes(passed=1)
+    outcome.stdout.fnmatch_lines(["error: the results were not kept: *results.json: cannot write: *"])
+    assert outcome.ret == pytest.ExitCode.INTERNAL_ERROR
+
+
 def test_recording(repository: Repository) -> None:
     created = run(repository, "--e2e-record")
     created.assert_outcomes(passed=1)
