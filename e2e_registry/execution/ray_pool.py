@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import tempfile
 import threading
 import time
@@ -104,13 +105,14 @@ class RayPool:
             os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
             own = {"num_cpus": available_cpus(), "include_dashboard": False}
         try:
-            ray.init(
-                address=self._address,
-                runtime_env={"working_dir": str(archive)},
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-                **own,
-            )
+            with _keeping_sigterm():
+                ray.init(
+                    address=self._address,
+                    runtime_env={"working_dir": str(archive)},
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    **own,
+                )
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             hint = "give the address of a running cluster, auto, or local to start one"
@@ -217,6 +219,17 @@ class Board:
         """Return the latest line of each task that has printed since the last time."""
         lines, self._lines = self._lines, {}
         return lines
+
+
+@contextlib.contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Keep the process's SIGTERM handler: Ray's own would end a driver before what it has started is ended."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _import_ray() -> Any:
