@@ -29,6 +29,7 @@ from e2e_registry.determinism.variables import (
 )
 from e2e_registry.environment import compose, launch_facts, platform_facts, platform_slug
 from e2e_registry.errors import InvalidRunError, UsageError
+from e2e_registry.execution.gpus import VISIBLE_VARIABLE, visible_gpus
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation, LaunchSpec, launch, log_tail
 from e2e_registry.recording import RunRecording, read_run
 from e2e_registry.recording.layout import RUN_FILE
@@ -161,7 +162,7 @@ def run_test(
     cancellation: Cancellation | None = None,
     is_pinned: bool = True,
     instrument: Instrument | None = None,
-    given: Mapping[str, str] = NO_VARIABLES,
+    devices: Sequence[str] | None = None,
 ) -> ObservedRun:
     """Run a test's recipe once and keep the run.
 
@@ -172,19 +173,22 @@ def run_test(
         cancellation: Ends the run from another thread.
         is_pinned: Whether the profile's variables are set; without them the run is judged by the profile all the same.
         instrument: Adds variables that observe the run.
-        given: Variables by which the caller hands out devices; they count as the caller's environment.
+        devices: The GPUs that the recipe may use, as ``CUDA_VISIBLE_DEVICES`` names them; by default the first that
+            are here, as many as the test was registered with. A test without GPUs keeps the caller's variable.
 
     Raises:
         RegistrationError: A variable that the registration names is not set.
         StorageError: The run directory cannot be written.
     """
+    if devices is None:
+        devices = visible_gpus()[: registration.num_gpus]
     run_dir = new_run_dir(settings, registration.stem)
     child = launch_test(
         registration,
         settings,
         run_dir,
         declared_facts(registration, settings),
-        caller={**os.environ, **given},
+        caller={**os.environ, **({VISIBLE_VARIABLE: ",".join(devices)} if devices else {})},
         on_line=on_line,
         cancellation=cancellation,
         is_pinned=is_pinned,
