@@ -18,7 +18,7 @@ from e2e_registry.environment.difference import (
 from e2e_registry.environment.platform_slug import platform_slug
 from e2e_registry.environment.record import GROUPS, compose, launch_facts, platform_facts, software_facts
 from e2e_registry.environment.redaction import redact_command, redact_text, redact_variables, without_machine_paths
-from e2e_registry.environment.source import source_facts
+from e2e_registry.environment.source import source_facts, source_paths
 
 __all__ = [
     "GROUPS",
@@ -38,5 +38,6 @@ __all__ = [
     "software_facts",
     "software_group",
     "source_facts",
+    "source_paths",
     "without_machine_paths",
 ]

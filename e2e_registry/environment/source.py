@@ -46,6 +46,26 @@ def source_facts(root: Path, exclude: Sequence[Path] = ()) -> dict[str, Any]:
     return {"head": _head(top), "dirty": _is_dirty(top, excluded), "source_tree": _source_tree(top, excluded)}
 
 
+def source_paths(root: Path, exclude: Sequence[Path] = ()) -> tuple[Path, list[Path]] | None:
+    """Return the top of the git work tree that holds ``root``, and the paths that its source tree is hashed from.
+
+    Args:
+        root: A folder in the work tree.
+        exclude: As for :func:`source_facts`.
+
+    Returns:
+        The top, absolute, and the paths that exist, relative to it and sorted; None without git or a repository.
+
+    Raises:
+        OSError: Git cannot list a folder.
+    """
+    top = _top_level(root)
+    if top is None:
+        return None
+    paths = _source_paths(top, _Excluded(top, [root / path for path in exclude]))
+    return Path(os.fsdecode(top)), [Path(os.fsdecode(p)) for p in paths if os.path.lexists(os.path.join(top, p))]
+
+
 class _Excluded:
     """Tells which paths, relative to the top of the work tree, do not count as source."""
 
@@ -97,7 +117,7 @@ def _is_dirty(top: bytes, excluded: _Excluded) -> bool | None:
 def _source_tree(top: bytes, excluded: _Excluded) -> str | None:
     total = hashlib.sha256()
     try:
-        paths = sorted(_without_followed_links(top, set(_listed(top, b"", excluded))))
+        paths = _source_paths(top, excluded)
         # Hashing releases the interpreter lock, and reading waits for the disk.
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             for path, entry in zip(paths, pool.map(lambda path: _entry(top, path), paths), strict=True):
@@ -106,6 +126,10 @@ def _source_tree(top: bytes, excluded: _Excluded) -> str | None:
     except OSError:
         return None
     return total.hexdigest()
+
+
+def _source_paths(top: bytes, excluded: _Excluded) -> list[bytes]:
+    return sorted(_without_followed_links(top, set(_listed(top, b"", excluded))))
 
 
 def _listed(top: bytes, folder: bytes, excluded: _Excluded) -> Iterator[bytes]:

@@ -56,7 +56,7 @@ class Results:
         self._tests = tuple(tests)
         self._selection = selection
         self._allow_empty = allow_empty
-        self._started = _now()
+        self._started = self._written = _now()
         self._assessments: dict[str, Assessment] = {}
         self._ending: Ending | None = Ending.RUNNING
 
@@ -123,6 +123,7 @@ class Results:
         Raises:
             StorageError: It cannot be written; what was there is unchanged.
         """
+        self._written = _now()
         write_json(self.path, self.to_json())
 
     def to_json(self) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class Results:
             "status": "complete" if self._ending is None else "partial",
             "why_partial": None if self._ending is None else self._ending.value,
             "started": self._started,
-            "written": _now(),
+            "written": self._written,
             "selection": selection_to_json(self._selection),
             "partition": None if partition is None else str(partition),
             "exit_code": int(self.exit_code),
