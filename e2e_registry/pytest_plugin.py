@@ -271,11 +271,14 @@ class RegisteredTest(pytest.Item):
 
     def _record(self) -> None:
         from e2e_registry.comparison import Action
+        from e2e_registry.operations.machines import LocalMachine
         from e2e_registry.operations.record import RecordOptions, record_test
         from e2e_registry.reports.recording import change_text
 
-        if self.registration.disabled:
-            pytest.skip(f"disabled: {self.registration.disabled}")
+        disabled = self.registration.disabled
+        reason = f"disabled: {disabled}" if disabled else LocalMachine().lacks(self.registration)
+        if reason is not None:
+            pytest.skip(reason)
         try:
             change = record_test(self.registration, self.settings, RecordOptions(), on_line=self._on_line())
         except RegistryError as error:

@@ -253,7 +253,7 @@ def test_misuse_says_what_is_wrong_and_writes_nothing(repository: Repository) ->
 
 
 def test_outside_a_test_there_is_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("e2e_registry.assertion._running", None)
+    monkeypatch.setattr("e2e_registry.assertion._running", [])
     with pytest.raises(UsageError, match="outside a test"):
         assert_matches_standard({"a": [1]}, "a")
 
