@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from test_pytest_plugin import run
 from e2e_registry import assert_matches_standard
 from e2e_registry.determinism.holding import holding_profile
 from e2e_registry.determinism.state import read_state
+from e2e_registry.determinism.variables import child_environment
 from e2e_registry.errors import RecordingError, UsageError
 from e2e_registry.recording import gather
 from e2e_registry.standard import Standard
@@ -63,9 +65,13 @@ def message(outcome: pytest.RunResult) -> str:
 # ------------------------------------------------------------------------------------------------ in pytest
 
 
-def test_a_standard_is_recorded_when_asked_and_compared_with_afterwards(repository: Repository) -> None:
+def test_a_standard_is_recorded_when_asked_and_compared_with_afterwards(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(repository)
-    (repository.root / "pytest.ini").write_text("[pytest]\ndeterminism_profile = cpu-portable\n")
+    # Held from the start, so that no process has to start over for it, and the report is the same on every machine.
+    for name, value in child_environment("cpu-portable", caller={}, python=sys.executable).variables.items():
+        monkeypatch.setenv(name, value)
     first = run(repository, TEST_FILE)
     first.assert_outcomes(failed=1)
     assert "AssertionError: no-standard  tests/unit/test_model.py::test_sgd [sgd]" in message(first)
