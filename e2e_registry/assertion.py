@@ -46,19 +46,19 @@ class RunningTest:
 
 
 # A plain global and no ContextVar: threads that a test starts are part of it, and a process runs one test at a time.
-_running: RunningTest | None = None
+# The last is the one; those before it are tests that run pytest in their own process, as those of plugins do.
+_running: list[RunningTest] = []
 
 
 def enter(test: RunningTest) -> None:
     """Say which test runs now."""
-    global _running
-    _running = test
+    _running.append(test)
 
 
 def leave() -> None:
     """Say that it has ended."""
-    global _running
-    _running = None
+    if _running:  # else its setup did not come that far
+        _running.pop()
 
 
 def assert_matches_standard(
@@ -114,12 +114,12 @@ def _check(
     from e2e_registry.reports.console import assessment_text
     from e2e_registry.reports.recording import change_text
 
-    test = _running
-    if test is None:
+    if not _running:
         raise UsageError(
             "assert_matches_standard() was called outside a test",
             hint="call it in a test that pytest runs, with the plugin e2e_registry",
         )
+    test = _running[-1]
     if name in test.used:
         raise UsageError(
             f"assert_matches_standard() was called twice with the name {name!r} in one test",

@@ -8,6 +8,7 @@ a ``conftest.py`` has options of the same names.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pickle
 from collections.abc import Generator, Iterator
@@ -69,12 +70,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         except RegistryError as error:
             raise pytest.UsageError(str(error)) from None
     yield
-    group = parser.getgroup("e2e_registry")
     for option, text in _OPTIONS.items():
-        try:
-            group.addoption(option, action="store_true", help=text)
-        except (ValueError, argparse.ArgumentError):  # taken
-            continue
+        # In the group that conftest files use: pytest before version 9 looks for a conflict in no other.
+        with contextlib.suppress(ValueError, argparse.ArgumentError):
+            parser.addoption(option, action="store_true", help=f"{text} (e2e-registry)")
 
 
 def _profile(config: pytest.Config) -> str | None:
@@ -272,11 +271,14 @@ class RegisteredTest(pytest.Item):
 
     def _record(self) -> None:
         from e2e_registry.comparison import Action
+        from e2e_registry.operations.machines import LocalMachine
         from e2e_registry.operations.record import RecordOptions, record_test
         from e2e_registry.reports.recording import change_text
 
-        if self.registration.disabled:
-            pytest.skip(f"disabled: {self.registration.disabled}")
+        disabled = self.registration.disabled
+        reason = f"disabled: {disabled}" if disabled else LocalMachine().lacks(self.registration)
+        if reason is not None:
+            pytest.skip(reason)
         try:
             change = record_test(self.registration, self.settings, RecordOptions(), on_line=self._on_line())
         except RegistryError as error:
@@ -317,7 +319,7 @@ def pytest_runtest_teardown() -> Generator[None, None, None]:
 
 
 def _running_test(item: pytest.Item) -> assertion.RunningTest:
-    # From the names of the nodes and not from the node id, which pytest-xdist extends.
+    # From the names of the nodes and not from the node id, which pytest-xdist extends by a group.
     chain = item.listchain()
     file_at = next((at for at, node in enumerate(chain) if isinstance(node, pytest.File)), len(chain) - 1)
     names = tuple(node.name for node in chain[file_at + 1 :])
@@ -331,7 +333,7 @@ def _running_test(item: pytest.Item) -> assertion.RunningTest:
     return assertion.RunningTest(
         file=item.path,
         names=names,
-        node_id=item.nodeid,
+        node_id="::".join([item.nodeid.partition("::")[0], *names]),
         profile=_profile(item.config),
         must_record=_is_given(item.config, "--record-assertions"),
         still_exists=still_exists,
@@ -376,13 +378,15 @@ class SessionOutcomes:
         self.results: dict[str, Results] = {}
         self.changes: list[str] = []
         self.finished: list[tuple[str, str, bool, list[str]]] = []
+        self.fault: RegistryError | None = None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note which registered tests are about to run."""
         self.selected = {} if self.config.getoption("collectonly") else _selected(session)
         for root, tests in self.selected.items():
             self._results(root).select(tests)
-            self.results[root].write()
+            with self._keeping():
+                self.results[root].write()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -396,19 +400,29 @@ class SessionOutcomes:
         if "finished" in outcome:
             self.finished.append(outcome["finished"])
         if "assessment" in outcome:
-            assessment = pickle.loads(outcome["assessment"])  # noqa: S301 - made by this session, in this process or a worker
-            self._results(outcome["root"]).add(assessment)
+            # Made by this session, in this process or in a worker.
+            assessment = pickle.loads(outcome["assessment"])  # noqa: S301
+            with self._keeping():
+                self._results(outcome["root"]).add(assessment)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the results for the last time; nothing if no registered test was run."""
         for root, results in self.results.items():
-            results.select(
-                sorted(
-                    {*results.not_run, *(each.subject for each in results.assessments), *self.selected.get(root, ())}
-                )
-            )
-            results.end(self._ending(session) if results.not_run else None)
+            concluded = {assessment.subject for assessment in results.assessments}
+            results.select(sorted({*results.not_run, *concluded, *self.selected.get(root, ())}))
+            with self._keeping():
+                results.end(self._ending(session) if results.not_run else None)
+        if self.fault is not None:  # what relies on the results must not take this session for a good one
+            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Go on where results cannot be written; the summary and the exit code tell."""
+        try:
+            yield
+        except RegistryError as error:
+            self.fault = error
 
     def _results(self, root: str) -> Results:
         from e2e_registry.operations.results import Results
@@ -432,8 +446,10 @@ class SessionOutcomes:
             terminalreporter.section("e2e-registry")
         for text in self.changes:
             terminalreporter.write_line(text)
-        for results in self.results.values():
+        for results in self.results.values() if self.fault is None else ():
             terminalreporter.write_line(f"results: {os.path.relpath(results.path)}")
+        if self.fault is not None:
+            terminalreporter.write_line(f"error: the results were not kept: {self.fault}", red=True)
         if unused is not None:
             terminalreporter.write_line(f"standards that no test of this session used: {len(unused)}")
             for standard, test in unused:

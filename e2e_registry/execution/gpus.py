@@ -6,13 +6,13 @@ waited for; whose process that is, is its owner's affair: none is ever ended.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from e2e_registry.determinism.relaunch import callers_environment
 from e2e_registry.errors import RefusedError
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -45,9 +45,10 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return the GPUs that may be handed out, as ``CUDA_VISIBLE_DEVICES`` names them; CUDA is not started.
 
     Args:
-        environ: Its ``CUDA_VISIBLE_DEVICES`` limits the choice; the process's own environment by default.
+        environ: Its ``CUDA_VISIBLE_DEVICES`` limits the choice; by default the environment that this process's
+            caller gave it, which a CPU profile that it was started over with does not limit.
     """
-    named = (os.environ if environ is None else environ).get(VISIBLE_VARIABLE)
+    named = (callers_environment() if environ is None else environ).get(VISIBLE_VARIABLE)
     if named is not None:
         return tuple(_before_the_first_invalid(named))
     return tuple(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import re
 import shlex
 from collections import defaultdict
@@ -178,7 +180,7 @@ class Assertion:
         return platform_slug(
             self.holding.profile,
             platform=platform_facts(self.state),
-            software=software_facts(self.state),
+            software={**_installed(self.settings.platform_axes), **software_facts(self.state)},
             axes=self.settings.platform_axes,
             tag="-".join(tags) or None,
         )
@@ -242,6 +244,18 @@ class Assertion:
     def breaks(self) -> list[InvariantBreak]:
         """Return the values that are not finite, unless they are permitted."""
         return check_invariants(self.recording.batches(), lambda metric: Invariant(finite=self.is_finite))
+
+
+def _installed(axes: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the packages among platform axes.
+
+    What a process has loaded depends on the tests that ran in it before; the platform must not.
+    """
+    versions = {}
+    for axis in axes:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[axis] = importlib.metadata.version(axis)
+    return versions
 
 
 @functools.cache

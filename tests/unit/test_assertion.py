@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from test_pytest_plugin import run
 from e2e_registry import assert_matches_standard
 from e2e_registry.determinism.holding import holding_profile
 from e2e_registry.determinism.state import read_state
+from e2e_registry.determinism.variables import child_environment
 from e2e_registry.errors import RecordingError, UsageError
 from e2e_registry.recording import gather
 from e2e_registry.standard import Standard
@@ -62,9 +65,13 @@ def message(outcome: pytest.RunResult) -> str:
 # ------------------------------------------------------------------------------------------------ in pytest
 
 
-def test_a_standard_is_recorded_when_asked_and_compared_with_afterwards(repository: Repository) -> None:
+def test_a_standard_is_recorded_when_asked_and_compared_with_afterwards(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(repository)
-    (repository.root / "pytest.ini").write_text("[pytest]\ndeterminism_profile = cpu-portable\n")
+    # Held from the start, so that no process has to start over for it, and the report is the same on every machine.
+    for name, value in child_environment("cpu-portable", caller={}, python=sys.executable).variables.items():
+        monkeypatch.setenv(name, value)
     first = run(repository, TEST_FILE)
     first.assert_outcomes(failed=1)
     assert "AssertionError: no-standard  tests/unit/test_model.py::test_sgd [sgd]" in message(first)
@@ -211,6 +218,13 @@ def write_native_test(repository: Repository) -> None:
     assert repository.cli("record", "--test", test).code == 0
 
 
+def test_a_platform_axis_is_read_whether_or_not_its_library_is_loaded(repository: Repository) -> None:
+    (repository.root / "pyproject.toml").write_text('[tool.e2e_registry]\nplatform_axes = ["torch", "python"]\n')
+    write(repository)
+    run(repository, TEST_FILE, "--record-assertions").assert_outcomes(passed=1)
+    assert re.search(r"-torch\d+\.\d+-python3\.\d+-unpinned\.parquet$", the_standard(repository).name)
+
+
 def test_a_stated_platform_is_one_standard_for_every_machine(repository: Repository) -> None:
     write(repository, arguments=', platform="any"')
     run(repository, TEST_FILE, "--record-assertions", "--determinism-profile", "cpu-portable").assert_outcomes(passed=1)
@@ -245,7 +259,7 @@ def test_misuse_says_what_is_wrong_and_writes_nothing(repository: Repository) ->
 
 
 def test_outside_a_test_there_is_nothing_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("e2e_registry.assertion._running", None)
+    monkeypatch.setattr("e2e_registry.assertion._running", [])
     with pytest.raises(UsageError, match="outside a test"):
         assert_matches_standard({"a": [1]}, "a")
 

@@ -191,6 +191,30 @@ def test_an_explicit_value_survives_the_start_over_and_is_named(tmp_path: Path) 
     assert (result["pins"], result["set"]) == (["MKL_CBWR", "OMP_NUM_THREADS"], "2")
 
 
+CALLERS = """
+import json, os
+from e2e_registry.determinism import bootstrap
+from e2e_registry.determinism.relaunch import callers_environment
+bootstrap("cpu-portable")
+os.environ["MKL_DYNAMIC"] = "TRUE"  # from here on the program's own wish
+kept = callers_environment()
+names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_DYNAMIC", "CUDA_VISIBLE_DEVICES")
+print(json.dumps([[os.environ.get(name), kept.get(name)] for name in names]))
+"""
+
+
+def test_what_a_program_was_started_over_with_is_not_its_callers_wish() -> None:
+    environment = {name: value for name, value in CALLER.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-c", f"exec({CALLERS!r})"],
+        env={**environment, "MKL_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == [["1", None], ["1", "1"], ["TRUE", "TRUE"], ["", None]]
+
+
 def test_a_program_that_was_started_with_the_pins_goes_on(tmp_path: Path) -> None:
     variables = child_environment("cpu-portable", caller={}, python=sys.executable).variables
     # With threads running it could not start over, so that it goes on shows that it did not try.

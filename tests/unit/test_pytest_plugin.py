@@ -13,8 +13,11 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from repositories import Repository
+
+from e2e_registry.operations.results import results_schema
 
 TEST = "tests/e2e/test_stub.py"
 
@@ -42,6 +45,7 @@ def results(repository: Repository) -> dict[str, Any]:
     """Return ``results.json`` without what differs between two runs of one test."""
     text = (repository.root / ".e2e_runs/results.json").read_text()
     text = re.sub(r"\d{8}T\d{6}\.\d{6}-[0-9a-f]{4}", "RUN", text)
+    jsonschema.Draft202012Validator(results_schema()).validate(json.loads(text))
     document = json.loads(re.sub(r'("duration_s"): [0-9.]+', r"\1: 0.1", text))
     for name in ("started", "written"):
         del document[name]
@@ -195,7 +199,7 @@ def test_a_failure_shows_the_report_of_the_registry(repository: Repository) -> N
     assert "Traceback" not in shown.replace("| Traceback", "")  # the recipe's own, in the end of its output
     outcome.stdout.fnmatch_lines(
         [
-            "XFAIL tests/e2e/test_known.py::test_known - mismatch, quarantined until 2999-01-01: moved with torch",
+            "XFAIL tests/e2e/test_known.py::test_known - *mismatch, quarantined until 2999-01-01: moved with torch",
             "SKIPPED * tests/e2e/test_disabled.py:3: disabled: waits for a machine",
         ]
     )
@@ -219,19 +223,29 @@ def test_exitfirst_ends_after_the_first_failure_and_runs_nothing_more(repository
     assert [test["subject"] for test in found["tests"]] == ["tests/e2e/test_another.py"]
 
 
+def test_results_that_cannot_be_kept_fail_the_session_without_a_traceback(repository: Repository) -> None:
+    repository.record()
+    (repository.root / ".e2e_runs/results.json").mkdir()
+    outcome = run(repository, "--e2e")
+    outcome.assert_outcomes(passed=1)
+    outcome.stdout.fnmatch_lines(["error: the results were not kept: *results.json: cannot write: *"])
+    assert outcome.ret == pytest.ExitCode.INTERNAL_ERROR
+
+
 def test_recording(repository: Repository) -> None:
+    repository.write_test("test_on_gpus", num_gpus=64, profile="cuda")
     created = run(repository, "--e2e-record")
-    created.assert_outcomes(passed=1)
+    created.assert_outcomes(passed=1, skipped=1)
     created.stdout.fnmatch_lines([f"created  {TEST}  cpu-x86_64-portable", "  2 runs agree", "  next: review and*"])
-    run(repository, "--e2e").assert_outcomes(passed=1)
+    run(repository, "--e2e").assert_outcomes(passed=1, skipped=1)
     repository.write_recipe("import os; SCALE = int.from_bytes(os.urandom(4), 'little')")
     before = repository.standard.read_bytes()
     refused = run(repository, "--e2e-record")
-    refused.assert_outcomes(failed=1)
+    refused.assert_outcomes(failed=1, skipped=1)
     refused.stdout.fnmatch_lines([f"refused  {TEST} *", "  two runs of the same recipe do not agree*"])
     repository.write_recipe("raise SystemExit(3)")
     failed = run(repository, "--e2e-record")
-    failed.assert_outcomes(failed=1)
+    failed.assert_outcomes(failed=1, skipped=1)
     failed.stdout.fnmatch_lines(["*the recipe exited with code 3*"])
     assert repository.standard.read_bytes() == before
 
