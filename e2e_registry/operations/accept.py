@@ -242,14 +242,13 @@ def _prepare(
         failure = _WITHOUT_A_RUN.get(entry.verdict or "", RecordingError)
         what = "holds no run of it" if entry.folder is None else "holds no whole run of it"
         raise failure(f"CI's verdict is {entry.verdict!r}, and the artifact {what}", where=entry.subject)
-    run = _load(artifact, entry.folder, settings)
+    run = load_run(artifact.stage(entry.folder), settings)
+    require_complete(run)
     if run.test != registration.test_id:
         raise InvalidRunError(f"the run is of the test {run.test!r}", where=run.path)
     require_declared_recipe(registration, run, settings)
     if not options.allow_other_source:
         _require_same_source(run, source_tree)
-    # The output of a recipe stays in the artifact: a terminal would obey what a stranger printed.
-    require_complete(run)
     require_recordable(registration, run, allow_unknown_state=options.allow_unknown_state)
     if entry.repeat == NONDETERMINISTIC:
         raise MismatchError("CI ran it again and got other numbers", where=run.path, hint=_REPEAT_HINT)
@@ -274,15 +273,6 @@ def _registration(entry: ArtifactEntry, registrations: Mapping[str, Registration
     raise UsageError(
         f"this checkout has no test {entry.subject!a}", hint="check out the branch that the artifact was made from"
     )
-
-
-def _load(artifact: Artifact, folder: RunFolder, settings: Settings) -> ObservedRun:
-    path = artifact.stage(folder)
-    try:
-        return load_run(path, settings)
-    except (AttributeError, TypeError, KeyError, IndexError, OverflowError) as error:
-        # Facts of another shape than our own launcher and recorder write: a stranger's.
-        raise InvalidRunError(f"its facts are malformed: {type(error).__name__}: {error}", where=path) from None
 
 
 def _require_same_source(run: ObservedRun, source_tree: str | None) -> None:
@@ -318,7 +308,7 @@ def _agreeing_runs(
     repeats = []
     for neighbour in artifact.others_beside(folder)[:_MAX_REPEATS]:
         with contextlib.suppress(RecordingError):  # a damaged neighbour proves nothing
-            other = _load(artifact, neighbour, settings)
+            other = load_run(artifact.stage(neighbour), settings)
             if is_repeat(other, of=run):
                 repeats.append(other)
     if disagreement(registration, [run, *repeats]) is not None:
