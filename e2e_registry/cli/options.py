@@ -38,6 +38,17 @@ FromResults = Annotated[
         help="The tests whose results ask for a new standard: results.json files, or folders of downloaded artifacts.",
     ),
 ]
+#: As :data:`e2e_registry.operations.machines.DEFAULT_GPU_WAIT_S`, which a command's signature must not import.
+DEFAULT_GPU_WAIT_S = 600.0
+GpuWait = Annotated[
+    float,
+    typer.Option(
+        "--gpu-wait", metavar="SECONDS", min=0, help="How long to wait for a GPU that somebody else computes on."
+    ),
+]
+AllowBusyGpus = Annotated[
+    bool, typer.Option("--allow-busy-gpus", help="Run beside whatever else computes on the GPUs, without waiting.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 AllMetrics = Annotated[bool, typer.Option("--all-metrics", help="Show every series, also those that are equal.")]
 AllowUnknownState = Annotated[

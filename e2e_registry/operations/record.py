@@ -89,7 +89,7 @@ def record_test(
     while len(runs) < options.runs:
         runs.append(_fresh_run(registration, settings, options, len(runs) + 1, on_run, on_line))
     written = next(run for run in reversed(runs) if run is not reused)
-    disagreement = _disagreement(registration, runs)
+    disagreement = first_disagreement(registration, runs)
     if disagreement is not None:
         return StandardChange(
             subject=registration.test_id,
@@ -226,8 +226,8 @@ def find_kept_run(registration: Registration, settings: Settings, *, like: Obser
     return None
 
 
-def _disagreement(registration: Registration, runs: Sequence[ObservedRun]) -> Comparison | None:
-    """Return the first comparison of two runs that the policies do not accept."""
+def first_disagreement(registration: Registration, runs: Sequence[ObservedRun]) -> Comparison | None:
+    """Return the first comparison of a run with the first one that the policies do not accept; None if all agree."""
     policies = registration.policies()
     for run in runs[1:]:
         comparison = compare(run.batches(), runs[0].batches(), policies=policies)
