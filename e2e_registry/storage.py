@@ -53,6 +53,19 @@ def write_json(path: Path, data: Any) -> None:
         temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def append_text(path: Path, text: str) -> None:
+    """Append to a file that others append to as well, such as the files that GitHub gives a step; never replace it.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise StorageError(f"cannot append: {error.strerror or error}", where=path) from error
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

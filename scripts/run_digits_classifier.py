@@ -17,6 +17,7 @@ import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
@@ -62,6 +63,9 @@ class ScriptArgs:
     eval_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 50
     digest_every: Annotated[int, typer.Option(min=1, help="Steps that one digest of the data covers.")] = 10
     device: Annotated[str, typer.Option(help="Where the model lives: cpu, cuda, cuda:1.")] = "cpu"
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Where model and optimizer are saved after the last step; nowhere by default.")
+    ] = None
 
 
 class Digits(NamedTuple):
@@ -216,6 +220,10 @@ class Trainer:
                 if done % self.args.eval_every == 0 or done == self.args.steps:
                     print(f"step {done}/{self.args.steps}  train/loss {loss:.4f}  {self.evaluate(step)}", flush=True)
         self.recorder.log_digest("model/parameters", self.model.state_dict(), step=self.args.steps - 1)
+        if self.args.checkpoint is not None:
+            self.args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            torch.save(state, self.args.checkpoint)
 
     def log_data(self, block: list[tuple[int, Sequence[Tensor]]]) -> None:
         """Log which samples a block of batches holds, and what augmentation made of them."""

@@ -19,7 +19,22 @@ import typer
 from typer.core import TyperCommand
 
 from e2e_registry import __version__
-from e2e_registry.cli import accept, adopt, check, compare, doctor, init, inventory, lint, record, repeat, run, seeds
+from e2e_registry.cli import (
+    accept,
+    adopt,
+    check,
+    compare,
+    doctor,
+    init,
+    inventory,
+    lint,
+    merge,
+    plan,
+    record,
+    repeat,
+    run,
+    seeds,
+)
 from e2e_registry.cli.parsing import CommandAfterDashes, ManyValues
 from e2e_registry.errors import ExitCode, RegistryError
 
@@ -98,6 +113,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run,
     "list": inventory.list_,
     "show": inventory.show,
+    "plan": plan.plan,
+    "merge": merge.merge,
     "doctor": doctor.doctor,
     "lint": lint.lint,
     "repeat": repeat.repeat,

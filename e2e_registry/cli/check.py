@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
 from e2e_registry.cli import options
-from e2e_registry.cli.output import print_json, progress
+from e2e_registry.cli.output import SuiteProgress, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from e2e_registry.comparison import Assessment
+    from e2e_registry.config import Settings
+    from e2e_registry.operations.selection import Selection
+    from e2e_registry.registration import Registration
+
+Jobs = Annotated[
+    int, typer.Option("--jobs", min=1, help="Tests that run at a time, as far as cores and GPUs are free for them.")
+]
+FailFast = Annotated[bool, typer.Option("--fail-fast", help="Start no further test once one has failed.")]
+Repeats = Annotated[
+    int,
+    typer.Option(
+        "--repeat-on-mismatch",
+        metavar="N",
+        min=0,
+        help="Run a mismatching test N more times and say whether it repeats; the verdict stays.",
+    ),
+]
 
 
 def check(
@@ -13,38 +39,86 @@ def check(
     suite: options.Suite = None,
     all_: options.All = False,
     nightly: options.Nightly = False,
+    labels: options.Labels = None,
+    match_all_labels: options.MatchAllLabels = False,
+    partition: options.Partition = None,
+    jobs: Jobs = 1,
+    fail_fast: FailFast = False,
+    repeat_on_mismatch: Repeats = 0,
+    gpu_wait: options.GpuWait = options.DEFAULT_GPU_WAIT_S,
+    allow_busy_gpus: options.AllowBusyGpus = False,
     all_metrics: options.AllMetrics = False,
     allow_empty: options.AllowEmpty = False,
     json: options.Json = False,
 ) -> None:
     """Run tests and compare them with their standards, bit for bit."""
-    from e2e_registry.comparison import TestVerdict
-    from e2e_registry.errors import ExitCode, NothingSelectedError, worst_exit_code
-    from e2e_registry.operations.check import check_test, write_results
-    from e2e_registry.operations.selection import select
-    from e2e_registry.reports.console import make_console, print_assessment, print_summary
+    from e2e_registry.operations.machines import LocalMachine
+    from e2e_registry.operations.results import Results
+    from e2e_registry.operations.suite import SuiteOptions, check_suite
+    from e2e_registry.reports.console import make_console, print_summary
 
     settings = options.settings(test[0] if test else None)
+    selection = options.selection(
+        tests=test,
+        suite=suite,
+        everything=all_,
+        nightly=nightly,
+        labels=labels,
+        match_all_labels=match_all_labels,
+        partition=partition,
+    )
+    registrations = _select(settings, selection, allow_empty=allow_empty)
+    tests = [registration.test_id for registration in registrations]
+    results = Results(settings, tests, selection, allow_empty=allow_empty)
+    console = make_console()
+    with SuiteProgress(len(registrations)) as progress:
+        check_suite(
+            registrations,
+            settings,
+            results,
+            _Listener(progress, None if json else console, all_metrics=all_metrics),
+            options=SuiteOptions(jobs=jobs, fail_fast=fail_fast, repeats=repeat_on_mismatch),
+            machine=LocalMachine(gpu_wait_s=gpu_wait, allows_busy_gpus=allow_busy_gpus),
+        )
+    if json:
+        print_json(results.to_json())
+    elif len(registrations) > 1:
+        print_summary(results.assessments, console, num_not_run=len(results.not_run))
+    raise typer.Exit(results.exit_code)
+
+
+def _select(settings: Settings, selection: Selection, *, allow_empty: bool) -> list[Registration]:
+    from e2e_registry.errors import NothingSelectedError
+    from e2e_registry.operations.selection import select
+
     try:
-        registrations = select(settings, tests=test or (), suite=suite, everything=all_, nightly=nightly)
+        return select(settings, **selection)
     except NothingSelectedError:
         if not allow_empty:
             raise
-        registrations = []
-    assessments = []
-    console = make_console()
-    for registration in registrations:
-        with progress(registration.test_id) as on_line:
-            assessment = check_test(registration, settings, on_line=on_line)
-        assessments.append(assessment)
-        write_results(assessments, settings)
-        if not json:
-            print_assessment(assessment, console, all_metrics=all_metrics)
-    if json:
-        print_json({"tests": [assessment.to_json() for assessment in assessments]})
-    elif len(assessments) > 1:
-        print_summary(assessments, console)
-    ran = [assessment for assessment in assessments if assessment.verdict is not TestVerdict.SKIPPED]
-    if not ran:
-        raise typer.Exit(ExitCode.OK if allow_empty else ExitCode.NOTHING_SELECTED)
-    raise typer.Exit(worst_exit_code(assessment.exit_code for assessment in ran))
+        return []
+
+
+class _Listener:
+    """Shows a check as it goes: what runs on standard error, what is concluded on standard output.
+
+    Args:
+        progress: Shows what runs.
+        console: Where conclusions go; None if a JSON document at the end holds them.
+        all_metrics: Show every series.
+    """
+
+    def __init__(self, progress: SuiteProgress, console: Console | None, *, all_metrics: bool) -> None:
+        self._progress = progress
+        self._console = console
+        self._all_metrics = all_metrics
+
+    def started(self, test_id: str) -> Callable[[str], None]:
+        return self._progress.started(test_id)
+
+    def ended(self, assessment: Assessment) -> None:
+        from e2e_registry.reports.console import print_assessment
+
+        with self._progress.ended(assessment.subject, assessment.verdict.value):
+            if self._console is not None:
+                print_assessment(assessment, self._console, all_metrics=self._all_metrics)

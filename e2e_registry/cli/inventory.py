@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 def list_(
     suite: options.Suite = None,
+    labels: options.Labels = None,
+    match_all_labels: options.MatchAllLabels = False,
+    partition: options.Partition = None,
     json: options.Json = False,
 ) -> None:
     """List the tests, their suites, and the platforms that they have standards for."""
@@ -25,7 +28,16 @@ def list_(
     from e2e_registry.reports.inventory import print_tests
 
     settings = options.settings()
-    listed = list_tests(select(settings, suite=suite, everything=suite is None, nightly=True), settings)
+    selection = options.selection(
+        tests=None,
+        suite=suite,
+        everything=suite is None,
+        nightly=True,
+        labels=labels,
+        match_all_labels=match_all_labels,
+        partition=partition,
+    )
+    listed = list_tests(select(settings, **selection), settings)
     if json:
         print_json({"tests": [listed_to_json(*entry) for entry in listed]})
     else:

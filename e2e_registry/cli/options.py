@@ -9,11 +9,46 @@ import typer
 
 if TYPE_CHECKING:
     from e2e_registry.config import Settings
+    from e2e_registry.operations.selection import Selection
 
 Tests = Annotated[list[str] | None, typer.Option("--test", help="A test file; may be given more than once.")]
 Suite = Annotated[str | None, typer.Option("--suite", help="All tests of a suite.")]
 All = Annotated[bool, typer.Option("--all", help="All tests.")]
 Nightly = Annotated[bool, typer.Option("--nightly", help="Take also tests that are registered as nightly.")]
+Labels = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--labels",
+        metavar="LABELS",
+        help="Of a suite or all, take tests without labels and those with one of these. Commas between them; "
+        "run-ci-<label> and a JSON array of a pull request's labels are understood.",
+    ),
+]
+MatchAllLabels = Annotated[
+    bool, typer.Option("--match-all-labels", help="Take the tests of all labels, whatever --labels says.")
+]
+Partition = Annotated[
+    str | None, typer.Option("--partition", metavar="I/N", help="Of what is selected, take part I of N.")
+]
+FromResults = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--from-results",
+        metavar="PATH",
+        help="The tests whose results ask for a new standard: results.json files, or folders of downloaded artifacts.",
+    ),
+]
+#: As :data:`e2e_registry.operations.machines.DEFAULT_GPU_WAIT_S`, which a command's signature must not import.
+DEFAULT_GPU_WAIT_S = 600.0
+GpuWait = Annotated[
+    float,
+    typer.Option(
+        "--gpu-wait", metavar="SECONDS", min=0, help="How long to wait for a GPU that somebody else computes on."
+    ),
+]
+AllowBusyGpus = Annotated[
+    bool, typer.Option("--allow-busy-gpus", help="Run beside whatever else computes on the GPUs, without waiting.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 AllMetrics = Annotated[bool, typer.Option("--all-metrics", help="Show every series, also those that are equal.")]
 AllowUnknownState = Annotated[
@@ -30,3 +65,28 @@ def settings(test: str | None = None) -> Settings:
 
     is_file = test is not None and Path(test).is_file()
     return load_settings(Path(test) if test is not None and is_file else Path.cwd())
+
+
+def selection(
+    *,
+    tests: list[str] | None,
+    suite: str | None,
+    everything: bool,
+    nightly: bool,
+    labels: list[str] | None,
+    match_all_labels: bool,
+    partition: str | None,
+) -> Selection:
+    """Return what the options that select tests say together."""
+    from e2e_registry.operations.partition import Partition
+    from e2e_registry.operations.selection import Selection, parse_labels
+
+    return Selection(
+        tests=tests or (),
+        suite=suite,
+        everything=everything,
+        nightly=nightly,
+        labels=None if labels is None else parse_labels(labels),
+        match_all_labels=match_all_labels,
+        partition=None if partition is None else Partition.parse(partition),
+    )

@@ -5,10 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.text import Text
+
+#: Running tests that are shown at the same time.
+_SHOWN = 16
 
 
 def print_json(data: Any) -> None:
@@ -37,3 +46,82 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
             status.update(escape(f"{title}  {line.strip()[:room]}"))
 
         yield show
+
+
+class SuiteProgress:
+    """Shows which tests run, and the latest line of each.
+
+    On a terminal the lines are rewritten in place; elsewhere each test is named as it starts, so that a log stays
+    short. Tests start in threads of their own; all else happens in the one that checks.
+
+    Args:
+        total: How many tests there are.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._num_ended = 0
+        self._lines: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+
+    def __enter__(self) -> SuiteProgress:
+        """Begin to show."""
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(stderr=True)
+            self._live = Live(console=console, get_renderable=self._render, transient=True, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave nothing of it on the terminal."""
+        if self._live is not None:
+            self._live.stop()
+
+    def started(self, test: str) -> Callable[[str], None]:
+        """Show that a test runs; return what takes each line that its recipe prints."""
+        if self._live is None:
+            typer.echo(f"running {test}", err=True)
+            return lambda line: None
+        with self._lock:
+            self._lines[test] = ""
+
+        def show(line: str) -> None:
+            with self._lock:
+                if test in self._lines:
+                    self._lines[test] = line.strip()
+
+        return show
+
+    @contextlib.contextmanager
+    def ended(self, test: str, verdict: str) -> Iterator[None]:
+        """Show that a test has ended, and make room for what is printed in this context."""
+        with self._lock:
+            self._num_ended += 1
+            self._lines.pop(test, None)
+        if self._live is None:
+            if self._total > 1:
+                typer.echo(f"[{self._num_ended}/{self._total}] {verdict} {test}", err=True)
+            yield
+            return
+        self._live.stop()
+        try:
+            yield
+        finally:
+            self._live.start()
+
+    def _render(self) -> Text:
+        from rich.text import Text
+
+        with self._lock:
+            running = list(self._lines.items())
+        lines = [Text(f"{self._num_ended} of {self._total} tests ended, {len(running)} running", "dim")]
+        lines += [Text.assemble((test, "bold"), "  ", (line, "dim")) for test, line in running[:_SHOWN]]
+        for line in lines:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)

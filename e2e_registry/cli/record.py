@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from e2e_registry.comparison import StandardChange
     from e2e_registry.config import Settings
     from e2e_registry.operations.record import RecordOptions
+    from e2e_registry.operations.selection import Selection
     from e2e_registry.registration import Registration
 
 
@@ -21,11 +23,21 @@ def record(
     suite: options.Suite = None,
     all_: options.All = False,
     nightly: options.Nightly = False,
+    labels: options.Labels = None,
+    match_all_labels: options.MatchAllLabels = False,
+    partition: options.Partition = None,
+    from_results: options.FromResults = None,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Runs that must agree before anything is written.")] = 2,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Renew also series whose old rows their tolerance accepts.")
     ] = False,
     list_only: Annotated[bool, typer.Option("--list-only", help="List what would be recorded; run nothing.")] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export", metavar="DIR", help="Copy what is written there too, in its path from the root, with a report."
+        ),
+    ] = None,
     allow_unknown_state: options.AllowUnknownState = False,
     reason: options.Reason = None,
     all_metrics: options.AllMetrics = False,
@@ -34,34 +46,61 @@ def record(
     """Record standards: run twice, refuse if the runs disagree, show the change, write only what changed."""
     from e2e_registry.errors import RegistryError, worst_exit_code
     from e2e_registry.operations.record import RecordOptions
-    from e2e_registry.operations.selection import select
     from e2e_registry.reports.console import make_console
     from e2e_registry.reports.recording import print_change
 
     settings = options.settings(test[0] if test else None)
-    registrations = select(settings, tests=test or (), suite=suite, everything=all_, nightly=nightly)
+    selection = options.selection(
+        tests=test,
+        suite=suite,
+        everything=all_,
+        nightly=nightly,
+        labels=labels,
+        match_all_labels=match_all_labels,
+        partition=partition,
+    )
+    registrations = _select(settings, selection, from_results)
     if list_only:
         _list(registrations, settings, as_json=json)
         return
     choices = RecordOptions(runs=runs, refresh=refresh, allow_unknown_state=allow_unknown_state, reason=reason)
     console = make_console()
-    results, codes = [], []
+    results: list[StandardChange] = []
+    failures: dict[str, RegistryError] = {}
     for registration in registrations:
         try:
             result = _record_one(registration, settings, choices)
         except RegistryError as error:
-            if len(registrations) == 1:
-                raise
-            typer.echo(f"error: {registration.test_id}: {error}", err=True)
-            codes.append(error.exit_code)
+            failures[registration.test_id] = error
+            if len(registrations) > 1:
+                typer.echo(f"error: {registration.test_id}: {error}", err=True)
             continue
         results.append(result)
-        codes.append(result.exit_code)
         if not json:
             print_change(result, console, all_metrics=all_metrics)
+    if export is not None:
+        from e2e_registry.operations.export import export_changes
+
+        report = export_changes(export, results, failures, settings)
+        typer.echo(f"exported, with {report}", err=True)
+    if failures and len(registrations) == 1:
+        raise failures[registrations[0].test_id]
     if json:
         print_json({"tests": [result.to_json() for result in results]})
-    raise typer.Exit(worst_exit_code(codes))
+    raise typer.Exit(worst_exit_code([*(r.exit_code for r in results), *(e.exit_code for e in failures.values())]))
+
+
+def _select(settings: Settings, selection: Selection, from_results: list[Path] | None) -> list[Registration]:
+    from e2e_registry.errors import UsageError
+    from e2e_registry.operations.selection import select
+
+    if not from_results:
+        return select(settings, **selection)
+    if any(selection.values()):
+        raise UsageError("--from-results selects tests, and so does another option", hint="give it alone")
+    from e2e_registry.operations.merge import select_recordable
+
+    return select_recordable(settings, from_results)[0]
 
 
 def _record_one(registration: Registration, settings: Settings, choices: RecordOptions) -> StandardChange:

@@ -63,6 +63,32 @@ _EXIT_CODES = {
 }
 
 
+class RepeatLabel(enum.Enum):
+    """What running a mismatching test again showed. It explains the verdict and never changes it."""
+
+    REPEATABLE = "repeatable"
+    NONDETERMINISTIC = "nondeterministic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """A mismatching test, run again.
+
+    Attributes:
+        label: Whether all runs agreed with the first under the test's policies.
+        run_paths: The further runs that were kept.
+        reason: What did not agree; None if all did.
+    """
+
+    label: RepeatLabel
+    run_paths: Sequence[str]
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``results.json`` holds."""
+        return {"label": self.label.value, "runs": list(self.run_paths), "reason": self.reason}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Assessment:
     """One test (or one bare comparison), judged.
@@ -85,6 +111,9 @@ class Assessment:
         next_steps: Commands that make sense now.
         quarantine: Why, and until when, a failure of this test does not block.
         error: Why nothing could be concluded, with verdict ``error``.
+        repeat: What running the test again showed, if that was asked for and the verdict is ``mismatch``.
+        node: The node of a Ray cluster that ran it; None for this machine.
+        attempts: How often it was started: more than once only if Ray lost a node and ran it again.
     """
 
     subject: str
@@ -104,6 +133,9 @@ class Assessment:
     next_steps: Sequence[str] = ()
     quarantine: str | None = None
     error: RegistryError | None = None
+    repeat: Repeat | None = None
+    node: str | None = None
+    attempts: int = 1
 
     @property
     def exit_code(self) -> ExitCode:
@@ -131,6 +163,10 @@ class Assessment:
             "warnings": list(self.warnings),
             "quarantine": self.quarantine,
             "duration_s": self.duration_s,
+            "next_steps": list(self.next_steps),
+            "repeat": None if self.repeat is None else self.repeat.to_json(),
+            "node": self.node,
+            "attempts": self.attempts,
             "error": None if self.error is None else str(self.error),
         }
 

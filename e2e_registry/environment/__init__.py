@@ -14,7 +14,7 @@ from e2e_registry.environment.difference import (
     software_equal,
     software_group,
 )
-from e2e_registry.environment.platform_slug import platform_slug
+from e2e_registry.environment.platform_slug import may_be_platform_of, platform_slug
 from e2e_registry.environment.record import (
     GROUPS,
     compose,
@@ -24,7 +24,7 @@ from e2e_registry.environment.record import (
     software_facts,
 )
 from e2e_registry.environment.redaction import redact_command, redact_text, redact_variables, without_machine_paths
-from e2e_registry.environment.source import source_facts
+from e2e_registry.environment.source import source_facts, source_tree_of_revision
 
 __all__ = [
     "GROUPS",
@@ -34,6 +34,7 @@ __all__ = [
     "compose",
     "difference",
     "launch_facts",
+    "may_be_platform_of",
     "platform_facts",
     "platform_slug",
     "recipe_facts",
@@ -44,5 +45,6 @@ __all__ = [
     "software_facts",
     "software_group",
     "source_facts",
+    "source_tree_of_revision",
     "without_machine_paths",
 ]

@@ -12,7 +12,8 @@ from e2e_registry.environment.record import BY_WRITER, GROUPS
 
 #: Facts that are shown beside a mismatch, and alone neither explain one nor cause a standard to be written again.
 INFORMATIONAL = frozenset(
-    {("source", "head"), ("source", "dirty"), ("determinism", "torch.num_interop_threads")}
+    {("source", "head"), ("source", "dirty"), ("source", "head_source_tree")}
+    | {("determinism", "torch.num_interop_threads")}
     | {("platform", name) for name in ("cpu_model", "cpu_flags", "cpu_count", "cpu_affinity")}
 )
 

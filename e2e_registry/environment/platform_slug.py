@@ -68,6 +68,22 @@ def platform_slug(
     return "-".join(parts)
 
 
+def may_be_platform_of(slug: str, *, profile: str, num_gpus: int = 0) -> bool:
+    """Whether a run under a profile can be on a platform: a CUDA recipe never is on ``cpu-x86_64-portable``.
+
+    Args:
+        slug: A platform.
+        profile: Name of the profile that the recipe runs under.
+        num_gpus: GPUs that the recipe takes; 0 if that is not known.
+    """
+    words = slug.split("-")
+    if profile == "cuda":
+        counts = {int(word.removesuffix("gpu")) for word in words if re.fullmatch(r"\d+gpu", word)}
+        return words[0] == "cuda" and (not num_gpus or not counts or sum(counts) == num_gpus)
+    kind = {"cpu-portable": "portable", "cpu-native": "native"}.get(profile)
+    return words[0] == "cpu" and len(words) > 2 and words[2] == kind
+
+
 def _cpu(profile: str, platform: Mapping[str, Any]) -> list[str]:
     machine = _slugified(str(_agreed(platform, "machine", "platform"))).replace("amd64", "x86_64")
     parts = ["cpu", machine, "portable" if profile == "cpu-portable" else f"native-{_isa_level(platform)}"]

@@ -209,7 +209,7 @@ class Cancellation:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may cancel while this thread is in here
-        self._actions: set[Callable[[], None]] = set()
+        self._actions: set[Callable[[bytes], None]] = set()
         self._is_cancelled = False
 
     @property
@@ -217,19 +217,24 @@ class Cancellation:
         """Whether :meth:`cancel` was called; a launch that begins after that ends at once."""
         return self._is_cancelled
 
-    def cancel(self) -> None:
-        """End every launch that was given this object. Returns at once; each launch returns when all is ended."""
+    def cancel(self, *, hasten: bool = False) -> None:
+        """End every launch that was given this object. Returns at once; each launch returns when all is ended.
+
+        Args:
+            hasten: Spare the recipes no time to end by themselves.
+        """
         with self._lock:
             self._is_cancelled = True
             for action in tuple(self._actions):
-                action()
+                action(supervisor.KILL if hasten else supervisor.END)
 
     @contextlib.contextmanager
-    def _calling(self, action: Callable[[], None]) -> Iterator[None]:
+    def calling(self, action: Callable[[bytes], None]) -> Iterator[None]:
+        """Call ``action`` with what the supervisor is to do once this is cancelled, while the context lasts."""
         with self._lock:
             self._actions.add(action)
             if self._is_cancelled:
-                action()
+                action(supervisor.END)
         try:
             yield
         finally:
@@ -265,7 +270,7 @@ def launch(
     run = _SupervisedRun(spec, record.log_path)
     try:
         run.start(wants_lines=on_line is not None)
-        with (cancellation or Cancellation())._calling(run.request_end):
+        with (cancellation or Cancellation()).calling(run.request_end):
             run.follow(on_line)
     except BaseException:
         run.end()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_registry.comparison import Action, Comparison, Presence, StandardChange, TestVerdict
+from e2e_registry.comparison.assessment import RepeatLabel
 from e2e_registry.config import Settings
 from e2e_registry.environment import source_facts
 from e2e_registry.errors import (
@@ -32,8 +33,8 @@ from e2e_registry.errors import (
 from e2e_registry.operations.artifact import Artifact, ArtifactEntry, RunFolder
 from e2e_registry.operations.record import (
     PreparedStandard,
-    disagreement,
     existing_standard,
+    first_disagreement,
     is_repeat,
     prepare_standard,
     require_complete,
@@ -56,9 +57,6 @@ _WITHOUT_A_RUN = {
     TestVerdict.INVALID.value: InvalidRunError,
     TestVerdict.ERROR.value: RecordingError,
 }
-#: What ``repeat`` in results says of a test whose runs on one machine disagree.
-NONDETERMINISTIC = "nondeterministic"
-
 #: Other runs of a test in the artifact that are compared with the one to accept.
 _MAX_REPEATS = 3
 
@@ -250,8 +248,8 @@ def _prepare(
     if not options.allow_other_source:
         _require_same_source(run, source_tree)
     require_recordable(registration, run, allow_unknown_state=options.allow_unknown_state)
-    if entry.repeat == NONDETERMINISTIC:
-        raise MismatchError("CI ran it again and got other numbers", where=run.path, hint=_REPEAT_HINT)
+    if entry.repeat == RepeatLabel.NONDETERMINISTIC.value:
+        raise MismatchError("CI ran it again, and it did not repeat", where=run.path, hint=_REPEAT_HINT)
     agreed = _agreeing_runs(artifact, entry.folder, registration, run, settings)
     prepared = prepare_standard(
         registration,
@@ -311,7 +309,7 @@ def _agreeing_runs(
             other = load_run(artifact.stage(neighbour), settings)
             if is_repeat(other, of=run):
                 repeats.append(other)
-    if disagreement(registration, [run, *repeats]) is not None:
+    if first_disagreement(registration, [run, *repeats]) is not None:
         raise MismatchError(
             "the artifact holds another run of the same source and arguments, with other numbers",
             where=run.path,

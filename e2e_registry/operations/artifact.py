@@ -16,16 +16,14 @@ import stat
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from e2e_registry.errors import ArtifactError, UsageError
+from e2e_registry.operations.results import RESULTS_FILE, RESULTS_FORMAT
 from e2e_registry.recording.layout import METRICS_FILE, PLAIN_FILE, RUN_FILE, STATE_FILE
-
-RESULTS_FILE = "results.json"
-RESULTS_FORMAT = 1
 
 _BLOCK = 1 << 20
 # A single read of this size is a list of millions of names: zipfile reads the central directory at once.
@@ -209,7 +207,7 @@ class Artifact:
                 subject,
                 platform if isinstance(platform, str) else None,
                 verdict,
-                _repeat_verdict(entry.get("repeat")),
+                _repeat_label(entry.get("repeat")),
                 self._folder_of(entry.get("run"), at[:-1]),
             )
 
@@ -318,10 +316,10 @@ def _attempt(entry: ArtifactEntry) -> int:
     return -1 if entry.folder is None else entry.folder.started_ns
 
 
-def _repeat_verdict(repeat: object) -> str | None:
-    """Return CI's word on repetition, given alone or as the verdict of an object."""
-    word = repeat.get("verdict") if isinstance(repeat, Mapping) else repeat
-    return word if isinstance(word, str) else None
+def _repeat_label(repeat: object) -> str | None:
+    """Return what CI found when it ran the test again; None if it did not."""
+    label = repeat.get("label") if isinstance(repeat, dict) else None
+    return label if isinstance(label, str) else None
 
 
 def _is_recorded(name: str) -> bool:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from e2e_registry.comparison import Assessment, TestVerdict, check_invariants, compare
+from e2e_registry.comparison.assessment import Repeat, RepeatLabel
 from e2e_registry.config import Settings
 from e2e_registry.environment import difference
 from e2e_registry.errors import RegistryError
+from e2e_registry.execution.capacity import Lease
 from e2e_registry.execution.launcher import Cancellation
-from e2e_registry.operations.running import ObservedRun, run_test
+from e2e_registry.operations.machines import LocalMachine, Machine
+from e2e_registry.operations.record import first_disagreement
+from e2e_registry.operations.running import ObservedRun
 from e2e_registry.operations.standards import (
     check_policies_fit,
     display_path,
@@ -23,24 +27,6 @@ from e2e_registry.operations.standards import (
 )
 from e2e_registry.registration import Registration
 from e2e_registry.standard import Standard
-from e2e_registry.storage import write_json
-
-RESULTS_FORMAT = 1
-RESULTS_FILE = "results.json"
-
-
-def skip_reason(registration: Registration) -> str | None:
-    """Return why a test cannot run here, or None."""
-    if registration.disabled:
-        return f"disabled: {registration.disabled}"
-    if registration.num_gpus > _count_gpus():
-        return f"needs {registration.num_gpus} GPU(s), and {_count_gpus()} are here"
-    return None
-
-
-def _count_gpus() -> int:
-    """Count CUDA devices without starting CUDA: the kernel driver's device nodes."""
-    return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def check_test(
@@ -49,37 +35,95 @@ def check_test(
     *,
     on_line: Callable[[str], None] | None = None,
     cancellation: Cancellation | None = None,
+    machine: Machine | None = None,
+    lease: Lease | None = None,
+    repeats: int = 0,
 ) -> Assessment:
-    """Run one test and judge it. Errors that concern this test alone become its verdict ``error``."""
-    reason = skip_reason(registration)
+    """Run one test and judge it. Errors that concern this test alone become its verdict ``error``.
+
+    Args:
+        registration: The test.
+        settings: The repository's settings.
+        on_line: Called with each line the recipe prints.
+        cancellation: Ends the run from another thread; the verdict is then ``incomplete``.
+        machine: Where to run it; here by default.
+        lease: What of the machine the test was given.
+        repeats: How often a mismatching test is run again. That labels the mismatch and never changes the verdict.
+    """
+    machine = machine or LocalMachine()
+    reason = f"disabled: {registration.disabled}" if registration.disabled else machine.lacks(registration)
     if reason is not None:
         return Assessment(subject=registration.test_id, verdict=TestVerdict.SKIPPED, reasons=[reason])
-    quarantine = _quarantine(registration)
+    quarantine = quarantine_text(registration)
+    run_once = functools.partial(
+        machine.run, registration, settings, lease=lease, on_line=on_line, cancellation=cancellation
+    )
     try:
-        run = run_test(registration, settings, on_line=on_line, cancellation=cancellation)
+        run = run_once()
+        if cancellation is not None and cancellation.is_cancelled and run.is_interrupted:
+            return _interrupted(registration, run, settings)
         assessment = assess(registration, run, settings)
         if not run.problems and not run.pins:
             candidate = display_path(write_candidate(registration, run), settings)
             assessment = dataclasses.replace(assessment, candidate=candidate)
-        return dataclasses.replace(assessment, quarantine=quarantine)
+        if assessment.verdict is TestVerdict.MISMATCH and repeats:
+            assessment = dataclasses.replace(assessment, repeat=_repeat(registration, run, settings, run_once, repeats))
+        remark = machine.remark(registration)
+        warnings = [*assessment.warnings, *([] if remark is None else [remark])]
+        return dataclasses.replace(assessment, quarantine=quarantine, warnings=warnings)
     except RegistryError as error:
         subject = registration.test_id
         return Assessment(subject=subject, verdict=TestVerdict.ERROR, error=error, quarantine=quarantine)
 
 
-def _quarantine(registration: Registration) -> str | None:
+def _interrupted(registration: Registration, run: ObservedRun, settings: Settings) -> Assessment:
+    return Assessment(
+        subject=registration.test_id,
+        verdict=TestVerdict.INCOMPLETE,
+        reasons=["the check was ended before the recipe was"],
+        duration_s=run.duration_s,
+        run_path=display_path(run.path, settings),
+    )
+
+
+def _repeat(
+    registration: Registration,
+    first: ObservedRun,
+    settings: Settings,
+    run_once: Callable[[], ObservedRun],
+    repeats: int,
+) -> Repeat | None:
+    """Run a mismatching test again until a run disagrees with the first, or ``repeats`` runs agree.
+
+    Returns:
+        What that showed; None if somebody ended one of the runs.
+    """
+    paths: list[str] = []
+    for _ in range(repeats):
+        run = run_once()
+        if run.is_interrupted:
+            return None
+        paths.append(display_path(run.path, settings))
+        disagreement = None if run.problems else first_disagreement(registration, [first, run])
+        if run.problems:
+            reason = f"run again, it ended otherwise: {run.problems[0]}"
+        elif disagreement is not None and disagreement.first_divergence is not None:
+            divergence = disagreement.first_divergence
+            reason = f"run again, it gave other numbers: first {divergence.key}, step {divergence.step}"
+        elif disagreement is not None:
+            reason = "run again, it logged other series"
+        else:
+            continue
+        return Repeat(label=RepeatLabel.NONDETERMINISTIC, run_paths=paths, reason=reason)
+    return Repeat(label=RepeatLabel.REPEATABLE, run_paths=paths)
+
+
+def quarantine_text(registration: Registration) -> str | None:
     """Return why and until when a failure does not block; None for a test that blocks today."""
     quarantine = registration.quarantine
     if quarantine is None or quarantine.blocks_on(datetime.datetime.now(datetime.UTC).date()):
         return None
     return f"until {quarantine.until.isoformat()}: {quarantine.reason}"
-
-
-def write_results(assessments: Sequence[Assessment], settings: Settings) -> Path:
-    """Write ``results.json`` of a check into the run folder and return its path."""
-    path = settings.run_dir / RESULTS_FILE
-    write_json(path, {"format": RESULTS_FORMAT, "tests": [assessment.to_json() for assessment in assessments]})
-    return path
 
 
 # ------------------------------------------------------------------------------------------------ assessing
@@ -105,6 +149,8 @@ def assess(registration: Registration, run: ObservedRun, settings: Settings) -> 
         warnings=_warnings(run),
         duration_s=run.duration_s,
         run_path=display_path(run.path, settings),
+        node=run.node,
+        attempts=run.attempts,
     )
     if standard is not None and run.recording is not None and run.recording.has_series:
         policies = registration.policies(pinned_metrics(standard))
@@ -186,6 +232,8 @@ def _platforms(registration: Registration, settings: Settings) -> str:
 
 def _warnings(run: ObservedRun) -> list[str]:
     warnings = []
+    if run.attempts > 1:
+        warnings.append(f"Ray lost the node or the worker of an earlier attempt; this is attempt {run.attempts}")
     left = (run.outcome or {}).get("left_behind") or []
     if left:
         shown = "; ".join(f"{child['pid']} {child['command']}" for child in left[:3])

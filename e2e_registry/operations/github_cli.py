@@ -17,8 +17,8 @@ from typing import Any
 
 from e2e_registry.errors import ArtifactError, UsageError
 
-#: Artifacts of end-to-end jobs are told from others by how their names begin.
-ARTIFACT_PREFIX = "e2e"
+#: How action.yml begins the names of run folders that it uploads.
+ARTIFACT_PREFIX = "e2e-results-"
 #: The workflow that records standards in CI.
 RECORDING_WORKFLOW = "record-e2e-standards.yml"
 
@@ -76,13 +76,18 @@ class _Listed:
 
 @contextlib.contextmanager
 def downloaded(
-    reference: Reference, *, root: Path, on_line: Callable[[str], None] = lambda line: None
+    reference: Reference,
+    *,
+    root: Path,
+    inputs: Sequence[str] = (),
+    on_line: Callable[[str], None] = lambda line: None,
 ) -> Iterator[tuple[Path, str]]:
     """Download the end-to-end artifacts of a run as zips; yield their folder and what to call it.
 
     Args:
         reference: The run, or the pull request whose head's newest run with artifacts is taken.
         root: The checkout.
+        inputs: What the recording workflow is to be asked for if the artifacts have expired, as ``suite=NAME``.
         on_line: Called with what is being done.
 
     Raises:
@@ -93,20 +98,21 @@ def downloaded(
     run, listed, branch = github.find_run()
     live = [artifact for artifact in listed if not artifact.is_expired]
     if not live:
-        raise _expired(run, branch)
+        raise _expired(run, branch, inputs)
     with tempfile.TemporaryDirectory(prefix="e2e-registry-") as folder:
         for number, artifact in enumerate(live):
             on_line(f"downloading {artifact.name!a} of run {run}")
-            github.download(artifact, Path(folder, f"{number}.zip"), expired=_expired(run, branch))
+            github.download(artifact, Path(folder, f"{number}.zip"), expired=_expired(run, branch, inputs))
         yield Path(folder), f"run {run}"
 
 
-def _expired(run: int, branch: str | None) -> ArtifactError:
+def _expired(run: int, branch: str | None, inputs: Sequence[str]) -> ArtifactError:
     at = "" if branch is None else f" --ref {shlex.quote(branch)}"
+    commands = [
+        f"gh workflow run {RECORDING_WORKFLOW}{at} -f {shlex.quote(given)}" for given in inputs or ["suite=NAME"]
+    ]
     return ArtifactError(
-        "its artifacts have expired",
-        where=f"run {run}",
-        hint=f"make new ones: gh workflow run {RECORDING_WORKFLOW}{at} -f run={run}",
+        "its artifacts have expired", where=f"run {run}", hint="\n  ".join(["record anew, in CI:", *commands])
     )
 
 

@@ -89,14 +89,14 @@ def record_test(
     while len(runs) < options.runs:
         runs.append(_fresh_run(registration, settings, options, len(runs) + 1, on_run, on_line))
     written = next(run for run in reversed(runs) if run is not reused)
-    parted = disagreement(registration, runs)
-    if parted is not None:
+    disagreement = first_disagreement(registration, runs)
+    if disagreement is not None:
         return StandardChange(
             subject=registration.test_id,
             platform=written.platform,
             action=Action.REFUSED,
             path=display_path(settings.standard_path(registration.stem, written.platform), settings),
-            disagreement=parted,
+            disagreement=disagreement,
             run_path=display_path(written.path, settings),
         )
     agreed = len(runs) if len(runs) > 1 else None
@@ -236,8 +236,8 @@ def is_repeat(run: ObservedRun, *, of: ObservedRun) -> bool:
     return not (differences or run.problems or run.pins)
 
 
-def disagreement(registration: Registration, runs: Sequence[ObservedRun]) -> Comparison | None:
-    """Return the first comparison of two runs that the policies do not accept."""
+def first_disagreement(registration: Registration, runs: Sequence[ObservedRun]) -> Comparison | None:
+    """Return the first comparison of a run with the first one that the policies do not accept; None if all agree."""
     policies = registration.policies()
     for run in runs[1:]:
         comparison = compare(run.batches(), runs[0].batches(), policies=policies)

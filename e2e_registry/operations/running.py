@@ -79,6 +79,11 @@ class ObservedRun:
         return self.facts.get("outcome")
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether somebody ended the recipe."""
+        return self.outcome is not None and self.outcome.get("status") == "interrupted"
+
+    @property
     def has_failed(self) -> bool:
         """Whether the recipe is known to have ended other than by exit code 0."""
         outcome = self.outcome
@@ -120,6 +125,18 @@ class ObservedRun:
         tree = self.environment.get("source", {}).get("source_tree")
         return tree if isinstance(tree, str) else None
 
+    @property
+    def node(self) -> str | None:
+        """The node of a Ray cluster that ran it; None if no cluster did."""
+        node = (self.facts.get("ray") or {}).get("node")
+        return node if isinstance(node, str) else None
+
+    @property
+    def attempts(self) -> int:
+        """How often the test was started for this run; more than once if Ray lost a node."""
+        attempt = (self.facts.get("ray") or {}).get("attempt")
+        return attempt if isinstance(attempt, int) else 1
+
     def batches(self) -> Iterator[SeriesBatch]:
         """Stream the recorded series; nothing for an invalid recording."""
         return iter(()) if self.recording is None else self.recording.batches()
@@ -143,6 +160,7 @@ def run_test(
     cancellation: Cancellation | None = None,
     is_pinned: bool = True,
     instrument: Instrument | None = None,
+    given: Mapping[str, str] = NO_VARIABLES,
 ) -> ObservedRun:
     """Run a test's recipe once and keep the run.
 
@@ -153,25 +171,34 @@ def run_test(
         cancellation: Ends the run from another thread.
         is_pinned: Whether the profile's variables are set; without them the run is judged by the profile all the same.
         instrument: Adds variables that observe the run.
+        given: Variables by which the caller hands out devices; they count as the caller's environment.
 
     Raises:
         RegistrationError: A variable that the registration names is not set.
         StorageError: The run directory cannot be written.
     """
     run_dir = new_run_dir(settings, registration.stem)
-    child = recipe_environment(registration, run_dir, is_pinned=is_pinned)
+    child = recipe_environment(registration, run_dir, is_pinned=is_pinned, caller={**os.environ, **given})
     facts = {**declared_facts(registration, settings), "num_gpus": registration.num_gpus}
     argv = registration.argv(run_dir=run_dir, environ=child.variables)
     return _launch(argv, child, run_dir, settings, facts, registration.timeout, on_line, cancellation, instrument)
 
 
-def recipe_environment(registration: Registration, run_dir: Path, *, is_pinned: bool = True) -> ChildEnvironment:
+def recipe_environment(
+    registration: Registration, run_dir: Path, *, is_pinned: bool = True, caller: Mapping[str, str] | None = None
+) -> ChildEnvironment:
     """Return the environment that a test's recipe would be started with now.
+
+    Args:
+        registration: The test.
+        run_dir: Replaces ``{run_dir}``.
+        is_pinned: Whether the profile's variables are set.
+        caller: The environment to inherit; the process's own by default.
 
     Raises:
         RegistrationError: A variable that the registration names is not set.
     """
-    environ = dict(os.environ)
+    environ = dict(os.environ if caller is None else caller)
     stated = registration.launch_env(run_dir=run_dir, environ=environ)
     if not is_pinned:
         return unpinned_environment(registration.profile, caller=environ, registration=stated)

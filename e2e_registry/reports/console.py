@@ -23,6 +23,7 @@ from e2e_registry.comparison import (
     TestVerdict,
     Verdict,
 )
+from e2e_registry.comparison.assessment import Repeat, RepeatLabel
 from e2e_registry.reports.values import (
     count_text,
     error_text,
@@ -94,6 +95,8 @@ def print_assessment(assessment: Assessment, console: Console, *, all_metrics: b
             print_line(console, f"for information, compared with {assessment.compared_with}:")
         print_comparison(comparison, console, all_metrics=all_metrics)
         print_environment(assessment.environment, console)
+    if assessment.repeat is not None:
+        print_line(console, _repeat_text(assessment.repeat), "bold")
     for warning in assessment.warnings:
         print_line(console, f"warning: {warning}", "yellow")
     if assessment.log_tail:
@@ -106,11 +109,12 @@ def print_assessment(assessment: Assessment, console: Console, *, all_metrics: b
         print_line(console, f"next: {step}")
 
 
-def print_summary(assessments: Sequence[Assessment], console: Console) -> None:
-    """Print one line that counts the verdicts of a suite."""
+def print_summary(assessments: Sequence[Assessment], console: Console, *, num_not_run: int = 0) -> None:
+    """Print one line that counts the verdicts of a suite, and the tests that were left out."""
     counts = Counter(assessment.verdict for assessment in assessments)
-    text = Text(f"{count_text(len(assessments), 'test')}: ")
+    text = Text(f"{count_text(len(assessments) + num_not_run, 'test')}: ")
     parts = [Text(f"{counts[verdict]} {verdict.value}", VERDICT_STYLES[verdict]) for verdict in counts]
+    parts += [Text(f"{num_not_run} not run", "yellow")] if num_not_run else []
     console.print(text + Text(", ").join(parts), soft_wrap=True)
 
 
@@ -124,6 +128,8 @@ def _verdictprint_line(assessment: Assessment) -> Text:
     text.append(f"  {assessment.subject}", "bold")
     if assessment.platform:
         text.append(f"  {assessment.platform}", "cyan")
+    if assessment.node:
+        text.append(f"  on {assessment.node}", "dim")
     if assessment.comparison is not None and assessment.verdict.is_success:
         points = sum(result.num_common for result in assessment.comparison.series if result.policy.is_judged)
         text.append(
@@ -132,6 +138,13 @@ def _verdictprint_line(assessment: Assessment) -> Text:
     if assessment.duration_s is not None:
         text.append(f"  {assessment.duration_s:.1f} s", "dim")
     return text
+
+
+def _repeat_text(repeat: Repeat) -> str:
+    runs = count_text(len(repeat.run_paths), "further run")
+    if repeat.label is RepeatLabel.REPEATABLE:
+        return f"repeatable: {runs} agreed with this one, so the change is in the code or its environment"
+    return f"nondeterministic: {repeat.reason} ({', '.join(repeat.run_paths)})"
 
 
 def _series_count(count: int) -> str:

@@ -345,7 +345,9 @@ def test_runs_in_the_artifact_that_disagree_are_refused(repository: Repository) 
 
 def test_ci_s_word_that_a_test_does_not_repeat_is_taken(changed: tuple[Repository, Path]) -> None:
     repository, artifact = changed
-    flaky = with_json(artifact, "results.json", lambda data: data["tests"][0].update(repeat="nondeterministic"))
+    flaky = with_json(
+        artifact, "results.json", lambda data: data["tests"][0].update(repeat={"label": "nondeterministic"})
+    )
     assert accept(repository, flaky, "--yes").code == 1
 
 
@@ -646,8 +648,8 @@ REPO = r"repos/\{owner\}/\{repo\}"
 
 def test_a_run_and_a_pull_request_are_downloaded_by_gh(changed: tuple[Repository, Path], gh: FakeGh) -> None:
     repository, artifact = changed
-    live = {"id": 5, "name": "e2e-cpu-1of1-attempt1", "expired": False}
-    foreign = {"id": 6, "name": "wheels", "expired": False}
+    live = {"id": 5, "name": "e2e-results-cpu-1of1-attempt1", "expired": False}
+    foreign = {"id": 6, "name": "e2e-standards-cpu", "expired": False}
     answers = {
         rf"{REPO}/actions/runs/1234": {"id": 1234, "head_branch": "feature"},
         rf"{REPO}/actions/runs/1234/artifacts\?.*page=1": listed(foreign, live),
@@ -674,16 +676,18 @@ def test_an_expired_artifact_yields_the_command_that_makes_a_new_one(
     changed: tuple[Repository, Path], gh: FakeGh
 ) -> None:
     repository, _ = changed
-    expired = {"id": 5, "name": "e2e-cpu", "expired": True}
+    expired = {"id": 5, "name": "e2e-results-cpu", "expired": True}
     gh.answers(
         {
             rf"{REPO}/actions/runs/1234": {"id": 1234, "head_branch": "feature/$(id)"},
             rf"{REPO}/actions/runs/1234/artifacts\?.*": listed(expired),
         }
     )
+    command = "gh workflow run record-e2e-standards.yml --ref 'feature/$(id)' -f "
+    result = accept(repository, "1234", "--yes", "--test", TEST)
+    assert (result.code, f"{command}test={TEST}\n" in result.err) == (6, True)
     result = accept(repository, "1234", "--yes")
-    assert result.code == 6
-    assert "gh workflow run record-e2e-standards.yml --ref 'feature/$(id)'" in result.err
+    assert (result.code, f"{command}suite=NAME\n" in result.err) == (6, True)
 
 
 def test_gh_that_fails_or_is_absent_says_what_to_do(

@@ -29,6 +29,7 @@ from e2e_registry.environment import (
     redact_variables,
     software_equal,
     source_facts,
+    source_tree_of_revision,
     without_machine_paths,
 )
 from e2e_registry.errors import StorageError, UsageError
@@ -36,7 +37,7 @@ from e2e_registry.recording import read_run
 
 STANDARDS = Path("tests/standards")
 RUNS = Path(".runs")
-NOTHING = {"head": None, "dirty": None, "source_tree": None}
+NOTHING = {"head": None, "dirty": None, "source_tree": None, "head_source_tree": None}
 
 
 class Checkout:
@@ -225,6 +226,53 @@ def test_a_folder_that_became_a_link_is_the_same_before_and_after_the_commit(che
     before = checkout.tree
     checkout.commit("link")
     assert checkout.tree == before
+
+
+def test_a_revision_has_the_tree_of_its_clean_checkout(checkout: Checkout, tmp_path: Path) -> None:
+    library = Checkout(tmp_path / "library")
+    checkout.write(".gitattributes", "*.bat text eol=crlf\n*.txt text eol=lf\n*.up filter=upper\n")
+    checkout.git("config", "filter.upper.smudge", "tr a-z A-Z")
+    checkout.git("config", "filter.upper.clean", "tr A-Z a-z")
+    checkout.write("run.bat", "echo one\necho two\n")
+    checkout.write("shouted.up", "quiet\n")
+    checkout.write("tests/standards/a.parquet", "PAR1")
+    checkout.write("lib/__pycache__/tracked.pyc", "derived")
+    (checkout.root / "train.py").chmod(0o755)
+    Path(os.fsdecode(os.fsencode(checkout.root) + b"/caf\xe9\n.txt")).write_text("not UTF-8\n")
+    checkout.git("submodule", "-q", "add", str(library.root), "vendor/library")
+    checkout.commit("pull request")
+    # A later commit has other attributes, and neither it nor the edits after it are asked about.
+    checkout.write(".gitattributes", "*.bat text eol=lf\n")
+    checkout.write("train.py", "lr = 0.3\n")
+    checkout.commit("merge")
+    checkout.write("untracked.py", "")
+    index, status = checkout.git("ls-files", "--stage"), checkout.git("status", "--porcelain")
+    found = source_tree_of_revision(checkout.root / "lib", "HEAD^", [checkout.root / STANDARDS, checkout.root / RUNS])
+    assert (checkout.git("ls-files", "--stage"), checkout.git("status", "--porcelain")) == (index, status)
+    checkout.git("stash", "-q", "--include-untracked")
+    clean = checkout.tree
+    checkout.git("checkout", "-q", "HEAD^")
+    for name in ("run.bat", "shouted.up"):  # git writes a file again if its content changed, not if its attributes did
+        (checkout.root / name).unlink()
+        checkout.git("checkout", "-q", "--", name)
+    assert (checkout.root / "run.bat").read_bytes() == b"echo one\r\necho two\r\n"
+    assert (checkout.root / "shouted.up").read_text() == "QUIET\n"
+    assert checkout.tree == found != clean
+    # CI's checkout of the merge commit has no submodule, nor has a clean checkout of the head there.
+    clone = tmp_path / "clone"
+    checkout.git("clone", "-q", "--no-recurse-submodules", str(checkout.root), str(clone))
+    assert source_tree_of_revision(clone, "HEAD", [STANDARDS]) == source_facts(clone, [STANDARDS])["source_tree"]
+    for revision in ("no-such", "--help", "HEAD:train.py", "a\0b"):
+        assert source_tree_of_revision(checkout.root, revision) is None
+    assert source_tree_of_revision(tmp_path / "nowhere", "HEAD") is None
+
+
+def test_ci_names_the_tree_of_the_pull_request(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("E2E_REGISTRY_HEAD_SOURCE_TREE", "0" * 64)
+    assert checkout.facts["head_source_tree"] == "0" * 64
+    monkeypatch.setenv("E2E_REGISTRY_HEAD_SOURCE_TREE", "$(id)")
+    with pytest.raises(UsageError, match="is no hash"):
+        checkout.facts  # noqa: B018
 
 
 # --- composing --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,214 @@
+"""``results.json`` and ``junit.xml`` of a check: every verdict, the schema, the document, and checks that are ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from repositories import Repository, stable
+
+from e2e_registry.operations.results import results_schema
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "results.md"
+TEST = "tests/e2e/test_stub.py"
+LOSS = """
+from e2e_registry import MetricRecorder
+with MetricRecorder() as recorder:
+    for step in range(2):
+        recorder.log({{"train/loss": {scale} / (step + 1)}}, step=step)
+"""
+
+
+def read_results(repository: Repository) -> Any:
+    results = json.loads((repository.root / ".e2e_runs/results.json").read_bytes())
+    jsonschema.Draft202012Validator(results_schema()).validate(results)
+    return results
+
+
+def replace_between(name: str, content: str) -> None:
+    """Hold a generated part of the document to what the code says; UPDATE_GOLDEN=1 writes it."""
+    begin, end = f"<!-- {name}: written by tests/unit/test_results.py -->", f"<!-- end of {name} -->"
+    text = DOCUMENT.read_text()
+    before, rest = text.split(begin)
+    written = f"{before}{begin}\n\n{content}\n\n{end}{rest.split(end)[1]}"
+    if os.environ.get("UPDATE_GOLDEN"):
+        DOCUMENT.write_text(written)
+    assert DOCUMENT.read_text() == written, "run this test with UPDATE_GOLDEN=1"
+
+
+# ------------------------------------------------------------------------------------------------ the document
+
+
+def field_tables() -> str:
+    schema = results_schema()
+    tables = [("the document", schema), *((part["title"], part) for part in schema["$defs"].values())]
+    lines: list[str] = []
+    for title, part in tables:
+        lines += [f"### {title}", "", part["description"], "", "| field | type | meaning |", "|---|---|---|"]
+        for name, field in part["properties"].items():
+            optional = "" if name in part["required"] else ", may be absent"
+            lines.append(f"| `{name}` | {type_text(field)}{optional} | {field['description']}{values_text(field)} |")
+        lines.append("")
+    return "\n".join(lines).strip()
+
+
+def type_text(field: dict[str, Any]) -> str:
+    if "$ref" in field:
+        return "object"
+    if "oneOf" in field:
+        return "object or null"
+    if "enum" in field or "const" in field:
+        values = field.get("enum", [field.get("const")])
+        return "integer" if values == [1] else "string or null" if None in values else "string"
+    kinds = field.get("type", "any")
+    if kinds == "array":
+        return "array of " + ("objects" if "$ref" in field["items"] else field["items"]["type"] + "s")
+    return kinds if isinstance(kinds, str) else " or ".join(kinds)
+
+
+def values_text(field: dict[str, Any]) -> str:
+    values = [value for value in field.get("enum", ()) if value is not None]
+    return f" One of {', '.join(f'`{value}`' for value in values)}." if values else ""
+
+
+def test_the_fields_in_the_document_are_those_of_the_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(results_schema())
+    replace_between("fields", field_tables())
+
+
+def test_the_example_in_the_document_is_what_a_check_writes(repository: Repository) -> None:
+    repository.write_test(metrics=["train/loss"], observe=None)
+    repository.write_recipe(body=LOSS.format(scale=1.0))
+    repository.record()
+    repository.write_recipe(body=LOSS.format(scale=1.5))
+    assert repository.cli("check", "--suite", "stub").code == 1
+    text = json.dumps(read_results(repository), indent=1, ensure_ascii=False)
+    text = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00", "TIME", stable(text, repository.root))
+    text = re.sub(r'("duration_s": )[\d.]+', r"\g<1>1.25", re.sub(r"\b[0-9a-f]{64}\b", "HASH", text))
+    replace_between("example", f"```json\n{text.strip()}\n```")
+
+
+# ------------------------------------------------------------------------------------------------ every verdict
+
+
+def plain(text: str) -> str:
+    return f"import os; open(os.environ['E2E_METRICS_JSONL'], 'w').write({text!r})"
+
+
+#: Name of the test to its expected verdict and exit code.
+EXPECTED = {
+    "disabled": ("skipped", 5),
+    "elsewhere": ("skipped", 5),
+    "failed": ("failed", 4),
+    "incomplete": ("incomplete", 4),
+    "invalid": ("invalid", 4),
+    "match": ("match", 0),
+    "mismatch": ("mismatch", 1),
+    "never": ("mismatch", 1),
+    "new": ("no-standard", 3),
+    "other_platform": ("incomparable", 3),
+    "quarantined": ("mismatch", 0),
+    "stderr": ("failed", 4),
+    "storage": ("error", 6),
+    "unset": ("error", 2),
+    "within": ("within-tolerance", 0),
+}
+
+
+@pytest.fixture
+def fleet(repository: Repository) -> Repository:
+    """A repository with a test for every verdict."""
+    (repository.root / TEST).unlink()
+    recorded = ("match", "mismatch", "never", "other_platform", "quarantined", "storage", "within", "elsewhere")
+    for name in recorded:
+        repository.write_recipe(name=f"{name}.py")
+        repository.write_test(f"test_{name}", script=f"scripts/{name}.py")
+    assert repository.cli("record", "--all", "--runs", "1").code == 0
+    changed = "SCALE = 1.0000001"
+    for name in ("mismatch", "quarantined", "within", "elsewhere"):
+        repository.write_recipe(changed, name=f"{name}.py")
+    test = repository.root / repository.write_test("test_within", script="scripts/within.py")
+    tolerance = 'tolerances={"train/loss": Tolerance(atol=1e-6, reason="the scale is measured")},\n)'
+    test.write_text(test.read_text().replace("\n)", f"\n    {tolerance}", 1))
+    quarantine = {"reason": "a flake is looked into", "until": "2999-01-01"}
+    repository.write_test("test_quarantined", script="scripts/quarantined.py", quarantine=quarantine)
+    repository.write_test("test_elsewhere", script="scripts/elsewhere.py", platforms=["cuda-*"])
+    repository.write_test(
+        "test_never", script="scripts/never.py", metrics=["data/batch", "train/*", "tokens", "eval/*"]
+    )
+    repository.write_test("test_new")
+    repository.write_test("test_disabled", disabled="until the flake is understood")
+    repository.write_test("test_unset", args=["--key", "${E2E_NO_SUCH_VARIABLE}"])
+    bodies = {
+        "failed": "raise SystemExit(3)",
+        "stderr": "print('\\x00\\x1b[31m <&> ]]>', flush=True); raise RuntimeError('on fire')",
+        "invalid": plain('{"step": 2, "a": 1}\n{"step": 1, "a": 1}\n'),
+        "incomplete": plain('{"step": 1, "a": 1}\n{"st'),
+    }
+    for name, body in bodies.items():
+        repository.write_recipe(body=body, name=f"{name}.py")
+        repository.write_test(f"test_{name}", script=f"scripts/{name}.py")
+    standard = repository.standards / "test_storage.cpu-x86_64-portable.parquet"
+    standard.write_bytes(standard.read_bytes()[:-9])
+    other = repository.standards / "test_other_platform.cpu-x86_64-portable.parquet"
+    other.rename(other.with_name("test_other_platform.cpu-aarch64-portable.parquet"))
+    return repository
+
+
+def outcomes(results: Any) -> dict[str, tuple[str, int]]:
+    names = (test["subject"].removeprefix("tests/e2e/test_").removesuffix(".py") for test in results["tests"])
+    return {name: (test["verdict"], test["exit_code"]) for name, test in zip(names, results["tests"], strict=True)}
+
+
+#: What may differ between two checks of one tree.
+_VOLATILE = ("run", "candidate", "duration_s", "log_tail", "next_steps", "reasons", "node", "attempts", "warnings")
+
+
+def comparable(results: Any) -> Any:
+    """Return results without what differs between two checks of the same tree: times and the names of kept runs."""
+    return [{key: value for key, value in test.items() if key not in _VOLATILE} for test in results["tests"]]
+
+
+@pytest.mark.slow
+def test_every_verdict_with_its_exit_code_alike_with_one_job_and_with_two(fleet: Repository) -> None:
+    result = fleet.cli("check", "--all", "--json")
+    one = read_results(fleet)
+    assert outcomes(one) == EXPECTED
+    assert result.json == one
+    assert (result.code, one["exit_code"], one["status"], one["not_run"]) == (2, 2, "complete", [])
+    check_junit(fleet.root / ".e2e_runs/junit.xml")
+    shown = fleet.cli("check", "--all", "--jobs", "2")
+    assert shown.code == 2
+    assert "15 tests: " in shown.out
+    two = read_results(fleet)
+    assert comparable(two) == comparable(one)
+
+
+def check_junit(path: Path) -> None:
+    suite = ElementTree.parse(path).getroot().find("testsuite")
+    assert suite is not None
+    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    assert counts == {"tests": 15, "failures": 4, "errors": 6, "skipped": 3}
+    kinds = {case.attrib["name"]: [child.tag for child in case] for case in suite}
+    assert kinds["test_mismatch.py"] == ["failure"]
+    assert kinds["test_new.py"] == ["failure"]
+    assert kinds["test_quarantined.py"] == ["skipped"]
+    assert kinds["test_match.py"] == ["system-out"]
+    (failed,) = (case for case in suite if case.attrib["name"] == "test_stderr.py")
+    assert "RuntimeError: on fire" in (failed[0].text or "")
+    assert "<&> ]]>" in (failed[0].text or "")
+
+
+@pytest.mark.slow
+def test_each_verdict_alone_ends_the_command_with_its_code(fleet: Repository) -> None:
+    for name, (verdict, code) in EXPECTED.items():
+        result = fleet.cli("check", "--test", f"tests/e2e/test_{name}.py")
+        assert result.code == code, name
+        assert f"{verdict}  tests/e2e/test_{name}.py" in result.out
+        assert read_results(fleet)["exit_code"] == code
