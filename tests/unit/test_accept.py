@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import stat
 import subprocess
 import sys
@@ -48,14 +49,30 @@ def tree(root: Path) -> dict[str, tuple[int, bytes]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkout that holds a change, and the artifact of its failing check in another clone: CI's."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "E2E_REGISTRY_PLATFORM_TAG"):
+            environment.delenv(name, raising=False)
+        (folder / "repository").mkdir()
+        made = Repository(folder / "repository")
+        made.record()
+        made.commit()
+        made.write_recipe(SCALED)
+        made.commit()
+        artifact_of(made, folder)
+    shutil.rmtree(folder / "ci-0")
+    shutil.rmtree(folder / "repository/.e2e_runs")
+    return folder
+
+
 @pytest.fixture
-def changed(repository: Repository, tmp_path: Path) -> tuple[Repository, Path]:
-    """A checkout with a change, and the artifact of a failing check of it in another clone: CI's."""
-    repository.record()
-    repository.commit()
-    repository.write_recipe(SCALED)
-    repository.commit()
-    return repository, artifact_of(repository, tmp_path)
+def changed(repository: Repository, prepared: Path, tmp_path: Path) -> tuple[Repository, Path]:
+    """A checkout with a change, and CI's artifact of it, to spoil."""
+    shutil.copytree(prepared / "repository", repository.root, dirs_exist_ok=True)
+    return repository, Path(shutil.copy(prepared / "e2e-0.zip", tmp_path))
 
 
 def artifact_of(repository: Repository, tmp_path: Path, *, code: int = 1, env: Mapping[str, str] | None = None) -> Path:
@@ -679,10 +696,19 @@ def test_an_expired_artifact_yields_the_command_that_makes_a_new_one(
     expired = {"id": 5, "name": "e2e-results-cpu", "expired": True}
     gh.answers(
         {
-            rf"{REPO}/actions/runs/1234": {"id": 1234, "head_branch": "feature/$(id)"},
+            rf"{REPO}/actions/runs/1234": {
+                "id": 1234,
+                "head_branch": "feature/$(id)",
+                "path": ".github/workflows/e2e.yml@refs/heads/main",
+            },
             rf"{REPO}/actions/runs/1234/artifacts\?.*": listed(expired),
         }
     )
+    result = accept(repository, "1234", "--yes")
+    assert (result.code, "gh workflow run e2e.yml --ref 'feature/$(id)'\n" in result.err) == (6, True)
+    recording = repository.root / ".github/workflows/record-e2e-standards.yml"
+    recording.parent.mkdir(parents=True)
+    recording.touch()
     command = "gh workflow run record-e2e-standards.yml --ref 'feature/$(id)' -f "
     result = accept(repository, "1234", "--yes", "--test", TEST)
     assert (result.code, f"{command}test={TEST}\n" in result.err) == (6, True)
