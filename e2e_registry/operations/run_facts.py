@@ -61,9 +61,9 @@ def shape_fault(value: Any, shape: Any, name: str = "") -> str | None:
     expected = dict if isinstance(shape, Mapping) else list if isinstance(shape, list) else shape
     if not isinstance(value, expected):
         return f"{name or 'it'} is {_kind(value)}"
-    if isinstance(shape, Mapping):
+    if isinstance(shape, Mapping) and isinstance(value, dict):
         parts = ((f"{name}.{key}".lstrip("."), item, shape.get(key, shape.get(ANY))) for key, item in value.items())
-    elif isinstance(shape, list):
+    elif isinstance(shape, list) and isinstance(value, list):
         parts = ((f"{name}[{at}]", item, shape[0]) for at, item in enumerate(value))
     else:
         return None

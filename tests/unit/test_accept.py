@@ -348,6 +348,23 @@ def test_runs_in_the_artifact_that_agree_lift_repeat_unproven(repository: Reposi
     assert Standard(repository.standard).metadata.recorded["runs_agreed"] == 2
 
 
+def test_what_record_left_in_ci_is_accepted_without_results(repository: Repository, tmp_path: Path) -> None:
+    """The recording workflow uploads its run folder, and no check was made."""
+    repository.write_test("test_second")
+    repository.commit()
+    for tag in ("a", "b"):
+        result = repository.command("record", "--all", env={"E2E_REGISTRY_PLATFORM_TAG": tag})
+        assert result.code == 0, result.err
+        zipped(repository.root / ".e2e_runs", tmp_path / f"download-{tag}.zip")
+        shutil.rmtree(repository.root / ".e2e_runs")
+    shutil.rmtree(repository.standards)
+    result = accept(repository, tmp_path, "--yes", "--json")
+    assert result.code == 0, result.out + result.err
+    found = {(test["subject"], test["platform"], test["change"]["runs_agreed"]) for test in result.json["tests"]}
+    platforms = ("cpu-x86_64-portable-a", "cpu-x86_64-portable-b")
+    assert found == {(f"tests/e2e/{name}.py", slug, 2) for name in ("test_stub", "test_second") for slug in platforms}
+
+
 def test_runs_in_the_artifact_that_disagree_are_refused(repository: Repository) -> None:
     repository.write_recipe("import os; SCALE = 1.0 + int.from_bytes(os.urandom(2), 'little')")
     repository.commit()
