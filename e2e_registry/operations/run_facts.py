@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 #: Any key of a mapping.
@@ -16,7 +16,7 @@ _TEXTS = [_TEXT]
 _PLATFORM = {ANY: _SCALAR, "cpu_flags": _TEXTS, "gpus": _TEXTS}
 
 #: ``run.json``, as the launcher writes it. A mapping holds shapes by key, a list one shape of its items, and a tuple
-#: the types of a value. Everything may be absent or null, and a key that is not named is not looked at.
+#: the types of a value. A fact may be absent or null, and one that is not named is not looked at.
 FACTS_SHAPE: Mapping[str, Any] = {
     "recipe": {
         **dict.fromkeys(("test", "script", "script_sha256"), _TEXT),
@@ -56,21 +56,26 @@ def shape_fault(value: Any, shape: Any, name: str = "") -> str | None:
         shape: What it should be; see :data:`FACTS_SHAPE`.
         name: The part's name.
     """
-    if value is None:
-        return None
     expected = dict if isinstance(shape, Mapping) else list if isinstance(shape, list) else shape
     if not isinstance(value, expected):
         return f"{name or 'it'} is {_kind(value)}"
-    if isinstance(shape, Mapping) and isinstance(value, dict):
-        parts = ((f"{name}.{key}".lstrip("."), item, shape.get(key, shape.get(ANY))) for key, item in value.items())
-    elif isinstance(shape, list) and isinstance(value, list):
-        parts = ((f"{name}[{at}]", item, shape[0]) for at, item in enumerate(value))
-    else:
-        return None
-    faults = (shape_fault(item, part, path) for path, item, part in parts if part is not None)
+    faults = (shape_fault(item, part, path) for path, item, part in _parts(value, shape, name))
     return next((fault for fault in faults if fault is not None), None)
 
 
+def _parts(value: Any, shape: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, value and shape of what is to be looked at inside a value."""
+    if isinstance(shape, list):
+        yield from ((f"{name}[{at}]", item, shape[0]) for at, item in enumerate(value))
+    elif isinstance(shape, Mapping):
+        for key, item in value.items():
+            part = shape.get(key, shape.get(ANY))
+            # A null says that a fact is unknown; an entry that is there at all holds its facts.
+            is_entry = key not in shape and isinstance(part, Mapping)
+            if part is not None and (item is not None or is_entry):
+                yield f"{name}.{key}".lstrip("."), item, part
+
+
 def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")

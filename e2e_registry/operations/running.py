@@ -405,19 +405,19 @@ def read_facts(path: Path) -> dict[str, Any]:
     """Return ``run.json`` of a run directory; empty if there is none that can be read, or it says nonsense."""
     try:
         facts = json.loads((path / RUN_FILE).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return facts if shape_fault(facts, FACTS_SHAPE) is None and facts is not None else {}
+    return facts if shape_fault(facts, FACTS_SHAPE) is None else {}
 
 
 def _check_facts(recording: RunRecording) -> None:
     """Refuse facts of another shape than the launcher and the recorder write."""
     hint = "the file was edited or is foreign; run again"
-    fault = shape_fault(recording.run, FACTS_SHAPE)
+    fault = None if recording.run is None else shape_fault(recording.run, FACTS_SHAPE)
     if fault is not None:
         raise InvalidRunError(fault, where=recording.path / RUN_FILE, hint=hint)
     for (role, rank), state in recording.writer_states.items():
-        fault = shape_fault(state, STATE_SHAPE)
+        fault = None if state is None else shape_fault(state, STATE_SHAPE)
         if fault is not None:
             raise InvalidRunError(fault, where=recording.path / state_file(role, rank), hint=hint)
 
