@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,7 +67,7 @@ def accept(
         reason=reason,
     )
     console = make_console()
-    with _opened(artifact, settings) as (opened, path):
+    with _opened(artifact, settings, test or ()) as (opened, path):
         proposals = propose(opened, settings, choices, artifact_path=path)
         review = _Review(
             settings,
@@ -95,7 +95,7 @@ def accept(
 
 
 @contextlib.contextmanager
-def _opened(artifact: str, settings: Settings) -> Iterator[tuple[Artifact, Path | None]]:
+def _opened(artifact: str, settings: Settings, tests: Sequence[str]) -> Iterator[tuple[Artifact, Path | None]]:
     """Open an artifact wherever it is; yield it, and its path if it lies on this machine."""
     from e2e_registry.operations.artifact import open_artifact
     from e2e_registry.operations.github_cli import downloaded, parse_reference
@@ -109,8 +109,9 @@ def _opened(artifact: str, settings: Settings) -> Iterator[tuple[Artifact, Path 
     def on_line(line: str) -> None:
         typer.echo(line, err=True)
 
+    inputs = [f"test={test}" for test in tests] or [f"suite={suite}" for suite in settings.suites]
     with (
-        downloaded(reference, root=settings.root, on_line=on_line) as (folder, label),
+        downloaded(reference, root=settings.root, inputs=inputs, on_line=on_line) as (folder, label),
         open_artifact(folder, label=label) as opened,
     ):
         yield opened, None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_registry.comparison import Action, Comparison, Presence, StandardChange, TestVerdict
+from e2e_registry.comparison.assessment import RepeatLabel
 from e2e_registry.config import Settings
 from e2e_registry.environment import source_facts
 from e2e_registry.errors import (
@@ -56,9 +57,6 @@ _WITHOUT_A_RUN = {
     TestVerdict.INVALID.value: InvalidRunError,
     TestVerdict.ERROR.value: RecordingError,
 }
-#: What ``repeat`` in results says of a test whose runs on one machine disagree.
-NONDETERMINISTIC = "nondeterministic"
-
 #: Other runs of a test in the artifact that are compared with the one to accept.
 _MAX_REPEATS = 3
 
@@ -242,17 +240,16 @@ def _prepare(
         failure = _WITHOUT_A_RUN.get(entry.verdict or "", RecordingError)
         what = "holds no run of it" if entry.folder is None else "holds no whole run of it"
         raise failure(f"CI's verdict is {entry.verdict!r}, and the artifact {what}", where=entry.subject)
-    run = _load(artifact, entry.folder, settings)
+    run = load_run(artifact.stage(entry.folder), settings)
+    require_complete(run)
     if run.test != registration.test_id:
         raise InvalidRunError(f"the run is of the test {run.test!r}", where=run.path)
     require_declared_recipe(registration, run, settings)
     if not options.allow_other_source:
         _require_same_source(run, source_tree)
-    # The output of a recipe stays in the artifact: a terminal would obey what a stranger printed.
-    require_complete(run)
     require_recordable(registration, run, allow_unknown_state=options.allow_unknown_state)
-    if entry.repeat == NONDETERMINISTIC:
-        raise MismatchError("CI ran it again and got other numbers", where=run.path, hint=_REPEAT_HINT)
+    if entry.repeat == RepeatLabel.NONDETERMINISTIC.value:
+        raise MismatchError("CI ran it again, and it did not repeat", where=run.path, hint=_REPEAT_HINT)
     agreed = _agreeing_runs(artifact, entry.folder, registration, run, settings)
     prepared = prepare_standard(
         registration,
@@ -274,15 +271,6 @@ def _registration(entry: ArtifactEntry, registrations: Mapping[str, Registration
     raise UsageError(
         f"this checkout has no test {entry.subject!a}", hint="check out the branch that the artifact was made from"
     )
-
-
-def _load(artifact: Artifact, folder: RunFolder, settings: Settings) -> ObservedRun:
-    path = artifact.stage(folder)
-    try:
-        return load_run(path, settings)
-    except (AttributeError, TypeError, KeyError, IndexError, OverflowError) as error:
-        # Facts of another shape than our own launcher and recorder write: a stranger's.
-        raise InvalidRunError(f"its facts are malformed: {type(error).__name__}: {error}", where=path) from None
 
 
 def _require_same_source(run: ObservedRun, source_tree: str | None) -> None:
@@ -318,7 +306,7 @@ def _agreeing_runs(
     repeats = []
     for neighbour in artifact.others_beside(folder)[:_MAX_REPEATS]:
         with contextlib.suppress(RecordingError):  # a damaged neighbour proves nothing
-            other = _load(artifact, neighbour, settings)
+            other = load_run(artifact.stage(neighbour), settings)
             if is_repeat(other, of=run):
                 repeats.append(other)
     if first_disagreement(registration, [run, *repeats]) is not None:

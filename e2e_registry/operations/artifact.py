@@ -16,16 +16,15 @@ import stat
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from e2e_registry.errors import ArtifactError, UsageError
+from e2e_registry.operations.results import RESULTS_FILE, RESULTS_FORMAT
 from e2e_registry.recording.layout import METRICS_FILE, PLAIN_FILE, RUN_FILE, STATE_FILE
-
-RESULTS_FILE = "results.json"
-RESULTS_FORMAT = 1
 
 _BLOCK = 1 << 20
 # A single read of this size is a list of millions of names: zipfile reads the central directory at once.
@@ -119,10 +118,13 @@ class Artifact:
     _staging: Path
     _prefix: Parts = ()  # of a run's own folder, given alone: the two parts of its path that name the run
     _members: dict[Parts, _Member] = field(default_factory=dict)
+    _names: dict[Parts, list[str]] = field(default_factory=lambda: defaultdict(list))
     _num_seen: int = 0
     _num_copied: int = 0
     _staged: dict[Parts, Path] = field(default_factory=dict)
     _folders: dict[Parts, RunFolder] = field(default_factory=dict)
+    _folders_by_id: dict[str, RunFolder] = field(default_factory=dict)
+    _folders_in: dict[Parts, list[RunFolder]] = field(default_factory=lambda: defaultdict(list))
     entries: tuple[ArtifactEntry, ...] = ()
 
     # -------------------------------------------------------------------------------------------- what is in it
@@ -140,6 +142,7 @@ class Artifact:
         if at in self._members:
             raise ArtifactError("two files have one name", where=member.label, hint=_NOT_OURS)
         self._members[at] = member
+        self._names[at[:-1]].append(at[-1])
 
     def _read_json(self, at: Parts) -> Any:
         member = self._members[at]
@@ -164,12 +167,14 @@ class Artifact:
             facts = facts if isinstance(facts, dict) else {}
             started, recipe = facts.get("started_ns"), facts.get("recipe")
             test = recipe.get("test") if isinstance(recipe, dict) else None
-            self._folders[at[:-1]] = RunFolder(
+            folder = self._folders[at[:-1]] = RunFolder(
                 label=self._place(at[:-1]),
                 at=at[:-1],
                 started_ns=started if type(started) is int else 0,
                 test=test if isinstance(test, str) else None,
             )
+            self._folders_by_id.setdefault(folder.run_id, folder)
+            self._folders_in[folder.at[:-1]].append(folder)
 
     def _find_entries(self) -> None:
         results = sorted(at for at in self._members if at[-1] == RESULTS_FILE and at[:-1] not in self._folders)
@@ -209,7 +214,7 @@ class Artifact:
                 subject,
                 platform if isinstance(platform, str) else None,
                 verdict,
-                _repeat_verdict(entry.get("repeat")),
+                _repeat_label(entry.get("repeat")),
                 self._folder_of(entry.get("run"), at[:-1]),
             )
 
@@ -218,16 +223,12 @@ class Artifact:
         if not isinstance(run, str):
             return None
         tail = tuple(run.split("/")[-2:])
-        if (*beside, *tail) in self._folders:
-            return self._folders[*beside, *tail]
-        return next((folder for at, folder in self._folders.items() if at[-2:] == tail), None)
+        return self._folders.get((*beside, *tail)) or self._folders_by_id.get("/".join(tail))
 
     def others_beside(self, folder: RunFolder) -> list[RunFolder]:
         """Return the other runs of the same test in the same part of the artifact, newest first."""
-        others = [
-            other for at, other in self._folders.items() if at[:-1] == folder.at[:-1] and other.test == folder.test
-        ]
-        others.remove(folder)
+        beside = self._folders_in[folder.at[:-1]]
+        others = [other for other in beside if other.test == folder.test and other is not folder]
         return sorted(others, key=lambda other: other.started_ns, reverse=True)
 
     # -------------------------------------------------------------------------------------------- copying
@@ -243,11 +244,11 @@ class Artifact:
         target = self._staging / str(len(self._staged))
         target.mkdir()
         self._staged[folder.at] = target
-        for at, member in self._members.items():
-            if at[:-1] == folder.at:
-                self._copy(member, target / at[-1])
-                if _is_json(at[-1]):
-                    self._read_json(at)  # for its checks
+        with _os_errors(folder.label):
+            for name in self._names[folder.at]:
+                self._copy(self._members[*folder.at, name], target / name)
+                if _is_json(name):
+                    self._read_json((*folder.at, name))  # for its checks
         return target
 
     def _copy(self, member: _Member, target: Path) -> None:
@@ -296,32 +297,38 @@ def open_artifact(path: Path, *, label: str | None = None, limits: Limits | None
     with contextlib.ExitStack() as stack:
         staging = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-registry-")))
         artifact = Artifact(label=str(path) if label is None else label, limits=limits or Limits(), _staging=staging)
-        try:
+        with _os_errors(artifact.label):
             if path.is_dir():
                 _index_folder(artifact, path, stack)
             else:
                 _index_zip(artifact, path, (), stack)
             artifact._find_folders()
             artifact._find_entries()
-            if not artifact.entries:
-                raise ArtifactError(
-                    "it holds no results and no run of a test",
-                    where=artifact.label,
-                    hint=f"an artifact is the run folder, whole: {RESULTS_FILE}, and <test>/<run>/{RUN_FILE}",
-                )
-            yield artifact
-        except OSError as error:
-            raise ArtifactError(f"it cannot be read: {error.strerror or error}", where=artifact.label) from error
+        if not artifact.entries:
+            raise ArtifactError(
+                "it holds no results and no run of a test",
+                where=artifact.label,
+                hint=f"an artifact is the run folder, whole: {RESULTS_FILE}, and <test>/<run>/{RUN_FILE}",
+            )
+        yield artifact
+
+
+@contextlib.contextmanager
+def _os_errors(label: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ArtifactError(f"it cannot be read, or copied: {error.strerror or error}", where=label) from error
 
 
 def _attempt(entry: ArtifactEntry) -> int:
     return -1 if entry.folder is None else entry.folder.started_ns
 
 
-def _repeat_verdict(repeat: object) -> str | None:
-    """Return CI's word on repetition, given alone or as the verdict of an object."""
-    word = repeat.get("verdict") if isinstance(repeat, Mapping) else repeat
-    return word if isinstance(word, str) else None
+def _repeat_label(repeat: object) -> str | None:
+    """Return what CI found when it ran the test again; None if it did not."""
+    label = repeat.get("label") if isinstance(repeat, dict) else None
+    return label if isinstance(label, str) else None
 
 
 def _is_recorded(name: str) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 
 from e2e_registry.errors import ArtifactError, UsageError
 
-#: Artifacts of end-to-end jobs are told from others by how their names begin.
-ARTIFACT_PREFIX = "e2e"
+#: How action.yml begins the names of run folders that it uploads.
+ARTIFACT_PREFIX = "e2e-results-"
 #: The workflow that records standards in CI.
 RECORDING_WORKFLOW = "record-e2e-standards.yml"
 
@@ -30,6 +30,7 @@ _LONGEST_DOWNLOAD = 2 << 30
 _BLOCK = 1 << 20
 #: Runs of a pull request's head commit that are asked for artifacts, newest first.
 _MAX_RUNS = 20
+_MAX_PAGES, _PAGE = 10, 100
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,37 @@ class _Listed:
     is_expired: bool
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A workflow run.
+
+    Attributes:
+        number: Its id.
+        branch: What it was made from.
+        workflow: The file of its workflow.
+        artifacts: Its end-to-end artifacts.
+    """
+
+    number: int
+    branch: str | None
+    workflow: str | None
+    artifacts: Sequence[_Listed]
+
+
 @contextlib.contextmanager
 def downloaded(
-    reference: Reference, *, root: Path, on_line: Callable[[str], None] = lambda line: None
+    reference: Reference,
+    *,
+    root: Path,
+    inputs: Sequence[str] = (),
+    on_line: Callable[[str], None] = lambda line: None,
 ) -> Iterator[tuple[Path, str]]:
     """Download the end-to-end artifacts of a run as zips; yield their folder and what to call it.
 
     Args:
         reference: The run, or the pull request whose head's newest run with artifacts is taken.
         root: The checkout.
+        inputs: What the recording workflow is to be asked for if the artifacts have expired, as ``suite=NAME``.
         on_line: Called with what is being done.
 
     Raises:
@@ -90,23 +113,29 @@ def downloaded(
         ArtifactError: gh fails, or the artifacts are absent or expired.
     """
     github = _GitHub(root, reference)
-    run, listed, branch = github.find_run()
-    live = [artifact for artifact in listed if not artifact.is_expired]
+    run = github.find_run()
+    live = [artifact for artifact in run.artifacts if not artifact.is_expired]
+    expired = _expired(run, root, inputs)
     if not live:
-        raise _expired(run, branch)
+        raise expired
     with tempfile.TemporaryDirectory(prefix="e2e-registry-") as folder:
         for number, artifact in enumerate(live):
-            on_line(f"downloading {artifact.name!a} of run {run}")
-            github.download(artifact, Path(folder, f"{number}.zip"), expired=_expired(run, branch))
-        yield Path(folder), f"run {run}"
+            on_line(f"downloading {artifact.name!a} of run {run.number}")
+            github.download(artifact, Path(folder, f"{number}.zip"), expired=expired)
+        yield Path(folder), f"run {run.number}"
 
 
-def _expired(run: int, branch: str | None) -> ArtifactError:
-    at = "" if branch is None else f" --ref {shlex.quote(branch)}"
+def _expired(run: _Run, root: Path, inputs: Sequence[str]) -> ArtifactError:
+    """Return an error that says how to get new ones: by the recording workflow, or by the one that made these."""
+    at = "" if run.branch is None else f" --ref {shlex.quote(run.branch)}"
+    folders = (folder / ".github/workflows" for folder in (root, *root.parents))
+    if any((folder / RECORDING_WORKFLOW).is_file() for folder in folders):
+        start = f"gh workflow run {RECORDING_WORKFLOW}{at} -f"
+        commands = [f"{start} {shlex.quote(given)}" for given in inputs or ["suite=NAME"]]
+    else:
+        commands = [f"gh workflow run {shlex.quote(run.workflow or 'WORKFLOW')}{at}"]
     return ArtifactError(
-        "its artifacts have expired",
-        where=f"run {run}",
-        hint=f"make new ones: gh workflow run {RECORDING_WORKFLOW}{at} -f run={run}",
+        "its artifacts have expired", where=f"run {run.number}", hint="\n  ".join(["make new ones:", *commands])
     )
 
 
@@ -124,60 +153,51 @@ class _GitHub:
         self._root = root
         self._reference = reference
 
-    def find_run(self) -> tuple[int, list[_Listed], str | None]:
-        """Return the run's id, its end-to-end artifacts, and the branch it was made from."""
+    def find_run(self) -> _Run:
+        """Return the run that is meant, with its end-to-end artifacts."""
         reference = self._reference
         if reference.kind in ("run", "number"):
-            run = self._json("api", f"{reference.api}/actions/runs/{reference.number}", may_be_absent=True)
-            if run is not None:
-                listed = self._listed(reference.number)
-                if not listed:
-                    raise self._without_artifacts(f"run {reference.number}")
-                return reference.number, listed, _text(run, "head_branch")
+            answer = self._json(f"{reference.api}/actions/runs/{reference.number}", may_be_absent=True)
+            if answer is not None:
+                run = self._with_artifacts(answer, reference.number)
+                if run is None:
+                    raise _without_artifacts(f"run {reference.number}")
+                return run
         pull = None
         if reference.kind in ("pull", "number"):
-            pull = self._json("api", f"{reference.api}/pulls/{reference.number}", may_be_absent=True)
+            pull = self._json(f"{reference.api}/pulls/{reference.number}", may_be_absent=True)
         if pull is None:
             what = {"run": "run", "pull": "pull request", "number": "run or pull request"}[reference.kind]
             raise UsageError(f"GitHub knows no {what} {reference.number} of this repository")
-        return self._find_run_of(pull)
+        return self._newest_run_of(pull)
 
-    def _find_run_of(self, pull: Any) -> tuple[int, list[_Listed], str | None]:
-        head = pull.get("head") if isinstance(pull, dict) else None
-        sha = _text(head, "sha") or ""
-        address = f"{self._reference.api}/actions/runs?head_sha={sha}&per_page={_MAX_RUNS}"
-        answer = self._json("api", address)
-        runs = answer.get("workflow_runs") if isinstance(answer, dict) else None
-        for run in runs if isinstance(runs, list) else ():  # newest first
-            number = run.get("id") if isinstance(run, dict) else None
-            listed = self._listed(number) if isinstance(number, int) else []
-            if isinstance(number, int) and listed:
-                return number, listed, _text(head, "ref")
-        raise self._without_artifacts(f"pull request {self._reference.number}, commit {sha[:12]}")
+    def _newest_run_of(self, pull: Any) -> _Run:
+        sha = _text(pull.get("head") if isinstance(pull, dict) else None, "sha") or ""
+        answer = self._json(f"{self._reference.api}/actions/runs?head_sha={sha}&per_page={_MAX_RUNS}")
+        for entry in _entries(answer, "workflow_runs"):  # newest first
+            number = entry.get("id")
+            run = self._with_artifacts(entry, number) if isinstance(number, int) else None
+            if run is not None:
+                return run
+        raise _without_artifacts(f"pull request {self._reference.number}, commit {sha[:12]}")
 
-    def _without_artifacts(self, where: str) -> ArtifactError:
-        return ArtifactError(
-            f"it has no artifact whose name begins with {ARTIFACT_PREFIX!r}",
-            where=where,
-            hint="wait until its end-to-end jobs have ended; they upload their run folders, whatever the verdict",
-        )
+    def _with_artifacts(self, answer: Any, number: int) -> _Run | None:
+        listed = self._listed(number)
+        workflow = (_text(answer, "path") or "").split("@")[0].rsplit("/", 1)[-1]
+        return _Run(number, _text(answer, "head_branch"), workflow or None, listed) if listed else None
 
     def _listed(self, run: int) -> list[_Listed]:
-        found = []
-        for page in range(1, 11):
-            address = f"{self._reference.api}/actions/runs/{run}/artifacts?per_page=100&page={page}"
-            answer = self._json("api", address)
-            artifacts = answer.get("artifacts") if isinstance(answer, dict) else None
-            if not isinstance(artifacts, list) or not artifacts:
+        found: list[_Listed] = []
+        for page in range(1, _MAX_PAGES + 1):
+            answer = self._json(f"{self._reference.api}/actions/runs/{run}/artifacts?per_page={_PAGE}&page={page}")
+            entries = _entries(answer, "artifacts")
+            for entry in entries:
+                number, name = entry.get("id"), _text(entry, "name")
+                if isinstance(number, int) and name is not None and name.startswith(ARTIFACT_PREFIX):
+                    found.append(_Listed(number, name, bool(entry.get("expired"))))
+            if len(entries) < _PAGE:
                 break
-            found += [
-                _Listed(artifact["id"], artifact["name"], bool(artifact.get("expired")))
-                for artifact in artifacts
-                if isinstance(artifact, dict) and isinstance(artifact.get("id"), int) and _text(artifact, "name")
-            ]
-            if len(artifacts) < 100:
-                break
-        return [artifact for artifact in found if artifact.name.startswith(ARTIFACT_PREFIX)]
+        return found
 
     def download(self, artifact: _Listed, target: Path, *, expired: ArtifactError) -> None:
         """Download one artifact's zip.
@@ -185,7 +205,7 @@ class _GitHub:
         Raises:
             ArtifactError: ``expired`` if it is gone, else what gh says.
         """
-        command = self._command("api", f"{self._reference.api}/actions/artifacts/{artifact.number}/zip")
+        command = self._command(f"{self._reference.api}/actions/artifacts/{artifact.number}/zip")
         with (
             target.open("xb") as file,
             tempfile.TemporaryFile() as errors,
@@ -206,9 +226,9 @@ class _GitHub:
         if code != 0:
             raise _failure(said)
 
-    def _json(self, *arguments: str, may_be_absent: bool = False) -> Any:
-        """Return what gh answers, as JSON; None for what GitHub does not know, where that may be."""
-        done = subprocess.run(self._command(*arguments), **self._settings(), capture_output=True, check=False)
+    def _json(self, address: str, *, may_be_absent: bool = False) -> Any:
+        """Return what GitHub answers, as JSON; None for what it does not know, where that may be."""
+        done = subprocess.run(self._command(address), **self._settings(), capture_output=True, check=False)
         said = done.stderr.decode(errors="replace")
         if done.returncode != 0:
             if may_be_absent and "404" in said:
@@ -219,13 +239,26 @@ class _GitHub:
         except (ValueError, RecursionError):
             raise ArtifactError("its answer is not JSON", where="gh") from None
 
-    def _command(self, *arguments: str) -> Sequence[str]:
+    def _command(self, address: str) -> Sequence[str]:
         host = [] if self._reference.host is None else ["--hostname", self._reference.host]
-        return [self._program, *arguments[:1], *host, *arguments[1:]]
+        return [self._program, "api", *host, address]
 
     def _settings(self) -> dict[str, Any]:
         environment = {**os.environ, "GH_PROMPT_DISABLED": "1", "NO_COLOR": "1"}
         return {"cwd": self._root, "env": environment, "stdin": subprocess.DEVNULL}
+
+
+def _without_artifacts(where: str) -> ArtifactError:
+    return ArtifactError(
+        f"it has no artifact whose name begins with {ARTIFACT_PREFIX!r}",
+        where=where,
+        hint="wait until its end-to-end jobs have ended; they upload their run folders, whatever the verdict",
+    )
+
+
+def _entries(answer: Any, name: str) -> list[dict[str, Any]]:
+    entries = answer.get(name) if isinstance(answer, dict) else None
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def _text(data: Any, name: str) -> str | None:

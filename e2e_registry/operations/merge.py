@@ -40,19 +40,21 @@ class JobResults:
         name: What the job is called, or the folder that its results came in.
         platform: The platform that it was planned for; None where nobody said.
         attempt: Which attempt of the workflow's run it was of, from 1.
-        is_partial: Whether the check was interrupted.
         tests: The tests' objects, each with a string ``subject`` and a known ``verdict``.
+        problem: Why the results are not all that the job should have brought; None if they are.
     """
 
     name: str
     platform: str | None
     attempt: int
-    is_partial: bool
     tests: tuple[Mapping[str, Any], ...]
+    problem: str | None = None
 
 
 def find_results(paths: Sequence[Path]) -> list[Path]:
     """Return the ``results.json`` that paths hold: themselves, directly in them, or in a folder of each artifact.
+
+    A folder with a job's facts and without its results is one that a job failed to fill: it counts as well.
 
     Raises:
         UsageError: A path is not there.
@@ -65,7 +67,11 @@ def find_results(paths: Sequence[Path]) -> list[Path]:
             found.append(path)
             continue
         folders = [path, *sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.is_symlink())]
-        found += [folder / RESULTS_FILE for folder in folders if _is_there(folder / RESULTS_FILE)]
+        found += [
+            folder / RESULTS_FILE
+            for folder in folders
+            if _is_there(folder / RESULTS_FILE) or _is_there(folder / JOB_FILE)
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -75,6 +81,13 @@ def read_results(path: Path) -> JobResults:
     Raises:
         StorageError: It cannot be read, or is not what a check writes.
     """
+    job_file = path.with_name(JOB_FILE)
+    job = _read_object(job_file) if _is_there(job_file) else {}
+    name, platform, attempt = job.get("name", path.parent.name), job.get("platform"), job.get("attempt", 1)
+    if not (isinstance(name, str) and isinstance(platform, str | None) and type(attempt) is int):
+        raise StorageError("does not say name, platform and attempt", where=job_file)
+    if job and not _is_there(path):
+        return JobResults(name, platform, attempt, (), _problem_without_results(job))
     data = _read_object(path)
     if data.get("format") != RESULTS_FORMAT:
         raise StorageError(f"is of format {data.get('format')!r}, not {RESULTS_FORMAT}", where=path)
@@ -82,19 +95,27 @@ def read_results(path: Path) -> JobResults:
     if not isinstance(tests, list):
         raise StorageError("holds no list of tests", where=path)
     for at, test in enumerate(tests):
-        if not isinstance(test, dict) or not isinstance(test.get("subject"), str):
-            raise StorageError(f"tests[{at}] names no test", where=path)
-        if test.get("verdict") not in [verdict.value for verdict in TestVerdict]:
-            raise StorageError(f"tests[{at}] has the unknown verdict {test.get('verdict')!r:.80}", where=path)
-        if not isinstance(test.get("platform"), str | None):
-            raise StorageError(f"tests[{at}] has no platform that is a text", where=path)
-    job_file = path.with_name(JOB_FILE)
-    job = _read_object(job_file) if _is_there(job_file) else {}
-    name, platform, attempt = job.get("name", path.parent.name), job.get("platform"), job.get("attempt", 1)
-    if not (isinstance(name, str) and isinstance(platform, str | None) and type(attempt) is int):
-        raise StorageError("does not say name, platform and attempt", where=job_file)
+        _check_test(test, f"{path}:tests[{at}]")
     is_partial = data.get("status", "complete") != "complete"
-    return JobResults(name, platform, attempt, is_partial, tuple(tests))
+    problem = f"the results are partial ({data.get('why_partial', 'unfinished')!s:.40})" if is_partial else None
+    return JobResults(name, platform, attempt, tuple(tests), problem)
+
+
+def _problem_without_results(job: Mapping[str, Any]) -> str | None:
+    """Say what went wrong in a job that wrote no results; recording never does, and has succeeded if it says so."""
+    command, code = job.get("command", "check"), job.get("exit_code")
+    if command == "record" and code == 0:
+        return None
+    return f"{command!s:.40} ended with exit code {code!s:.10}" + ("" if command == "record" else " and no results")
+
+
+def _check_test(test: object, where: str) -> None:
+    if not isinstance(test, dict) or not isinstance(test.get("subject"), str):
+        raise StorageError("names no test", where=where)
+    if test.get("verdict") not in [verdict.value for verdict in TestVerdict]:
+        raise StorageError(f"has the unknown verdict {test.get('verdict')!r:.80}", where=where)
+    if not isinstance(test.get("platform"), str | None):
+        raise StorageError("has a platform that is no text", where=where)
 
 
 def _is_there(path: Path) -> bool:
@@ -172,9 +193,9 @@ def merge(paths: Sequence[Path], *, plan: Plan | None = None, may_be_empty: bool
             problems.append(MergeProblem(str(error), error.exit_code))
     latest, warnings = _latest(jobs)
     problems += [
-        MergeProblem(f"{job.name}: the check was interrupted, and its results are partial", ExitCode.RUN_FAILED)
+        MergeProblem(f"{job.name}: {job.problem}", ExitCode.RUN_FAILED)
         for job in _current(jobs)
-        if job.is_partial
+        if job.problem is not None
     ]
     verdicts = [_verdict(pair, found, plan) for pair, found in latest.items()]
     if plan is not None:

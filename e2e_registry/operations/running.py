@@ -31,8 +31,9 @@ from e2e_registry.environment import compose, launch_facts, platform_facts, plat
 from e2e_registry.errors import InvalidRunError, UsageError
 from e2e_registry.execution.gpus import VISIBLE_VARIABLE, visible_gpus
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation, LaunchSpec, launch, log_tail
+from e2e_registry.operations.run_facts import FACTS_SHAPE, STATE_SHAPE, shape_fault
 from e2e_registry.recording import RunRecording, read_run
-from e2e_registry.recording.layout import RUN_FILE
+from e2e_registry.recording.layout import RUN_FILE, state_file
 from e2e_registry.registration import Registration
 from e2e_registry.series import SeriesBatch
 
@@ -400,8 +401,9 @@ def load_run(path: Path, settings: Settings, *, child: ChildEnvironment | None =
     recording, invalid = None, None
     try:
         recording = read_run(path)
+        _check_facts(recording)
     except InvalidRunError as error:
-        invalid = error
+        recording, invalid = None, error
     facts = read_facts(path) if recording is None else recording.run or {}
     states = {} if recording is None else recording.writer_states
     profile = facts.get("profile")
@@ -452,12 +454,24 @@ def _platform_tag(facts: Mapping[str, Any], settings: Settings) -> str | None:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return ``run.json`` of a run directory; empty if there is none that can be read."""
+    """Return ``run.json`` of a run directory; empty if there is none that can be read, or it says nonsense."""
     try:
         facts = json.loads((path / RUN_FILE).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return facts if isinstance(facts, dict) else {}
+    return facts if shape_fault(facts, FACTS_SHAPE) is None else {}
+
+
+def _check_facts(recording: RunRecording) -> None:
+    """Refuse facts of another shape than the launcher and the recorder write."""
+    hint = "the file was edited or is foreign; run again"
+    fault = None if recording.run is None else shape_fault(recording.run, FACTS_SHAPE)
+    if fault is not None:
+        raise InvalidRunError(fault, where=recording.path / RUN_FILE, hint=hint)
+    for (role, rank), state in recording.writer_states.items():
+        fault = None if state is None else shape_fault(state, STATE_SHAPE)
+        if fault is not None:
+            raise InvalidRunError(fault, where=recording.path / state_file(role, rank), hint=hint)
 
 
 def _pins(

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import stat
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from repositories import Repository, Result
 
@@ -48,14 +49,30 @@ def tree(root: Path) -> dict[str, tuple[int, bytes]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkout that holds a change, and the artifact of its failing check in another clone: CI's."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "E2E_REGISTRY_PLATFORM_TAG"):
+            environment.delenv(name, raising=False)
+        (folder / "repository").mkdir()
+        made = Repository(folder / "repository")
+        made.record()
+        made.commit()
+        made.write_recipe(SCALED)
+        made.commit()
+        artifact_of(made, folder)
+    shutil.rmtree(folder / "ci-0")
+    shutil.rmtree(folder / "repository/.e2e_runs")
+    return folder
+
+
 @pytest.fixture
-def changed(repository: Repository, tmp_path: Path) -> tuple[Repository, Path]:
-    """A checkout with a change, and the artifact of a failing check of it in another clone: CI's."""
-    repository.record()
-    repository.commit()
-    repository.write_recipe(SCALED)
-    repository.commit()
-    return repository, artifact_of(repository, tmp_path)
+def changed(repository: Repository, prepared: Path, tmp_path: Path) -> tuple[Repository, Path]:
+    """A checkout with a change, and CI's artifact of it, to spoil."""
+    shutil.copytree(prepared / "repository", repository.root, dirs_exist_ok=True)
+    return repository, Path(shutil.copy(prepared / "e2e-0.zip", tmp_path))
 
 
 def artifact_of(repository: Repository, tmp_path: Path, *, code: int = 1, env: Mapping[str, str] | None = None) -> Path:
@@ -260,7 +277,7 @@ def malformed(run: dict[str, Any]) -> None:
         (other_source, 2, "--allow-other-source"),
         (no_source, 2, "--allow-other-source"),
         (escape_sequence, 6, "control characters"),
-        (malformed, 4, "malformed"),
+        (malformed, 4, "recipe is a list"),
     ],
 )
 def test_what_is_refused_whatever_is_answered(
@@ -331,6 +348,23 @@ def test_runs_in_the_artifact_that_agree_lift_repeat_unproven(repository: Reposi
     assert Standard(repository.standard).metadata.recorded["runs_agreed"] == 2
 
 
+def test_what_record_left_in_ci_is_accepted_without_results(repository: Repository, tmp_path: Path) -> None:
+    """The recording workflow uploads its run folder, and no check was made."""
+    repository.write_test("test_second")
+    repository.commit()
+    for tag in ("a", "b"):
+        result = repository.command("record", "--all", env={"E2E_REGISTRY_PLATFORM_TAG": tag})
+        assert result.code == 0, result.err
+        zipped(repository.root / ".e2e_runs", tmp_path / f"download-{tag}.zip")
+        shutil.rmtree(repository.root / ".e2e_runs")
+    shutil.rmtree(repository.standards)
+    result = accept(repository, tmp_path, "--yes", "--json")
+    assert result.code == 0, result.out + result.err
+    found = {(test["subject"], test["platform"], test["change"]["runs_agreed"]) for test in result.json["tests"]}
+    platforms = ("cpu-x86_64-portable-a", "cpu-x86_64-portable-b")
+    assert found == {(f"tests/e2e/{name}.py", slug, 2) for name in ("test_stub", "test_second") for slug in platforms}
+
+
 def test_runs_in_the_artifact_that_disagree_are_refused(repository: Repository) -> None:
     repository.write_recipe("import os; SCALE = 1.0 + int.from_bytes(os.urandom(2), 'little')")
     repository.commit()
@@ -345,7 +379,9 @@ def test_runs_in_the_artifact_that_disagree_are_refused(repository: Repository) 
 
 def test_ci_s_word_that_a_test_does_not_repeat_is_taken(changed: tuple[Repository, Path]) -> None:
     repository, artifact = changed
-    flaky = with_json(artifact, "results.json", lambda data: data["tests"][0].update(repeat="nondeterministic"))
+    flaky = with_json(
+        artifact, "results.json", lambda data: data["tests"][0].update(repeat={"label": "nondeterministic"})
+    )
     assert accept(repository, flaky, "--yes").code == 1
 
 
@@ -449,15 +485,15 @@ def test_names_that_leave_the_archive_or_stand_twice_refuse_it(changed: tuple[Re
     with zipfile.ZipFile(artifact, "a") as archive, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a name that stands twice
         archive.writestr(member(name), b"{}")
-    assert_refused(repository, artifact)
+    assert_refused(repository, artifact, "one name" if name == "results.json" else "which is refused")
 
 
 @pytest.mark.parametrize("kind", [stat.S_IFLNK, stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO, stat.S_IFSOCK])
 def test_links_and_devices_refuse_the_archive(changed: tuple[Repository, Path], kind: int) -> None:
     repository, artifact = changed
     with zipfile.ZipFile(artifact, "a") as archive:
-        archive.writestr(member("test_stub/run.json", kind | 0o777), b"/etc/passwd")
-    assert_refused(repository, artifact)
+        archive.writestr(member("test_stub/run.json", kind | 0o777), b"{}")
+    assert_refused(repository, artifact, "is a link or a device")
 
 
 def test_links_and_pipes_in_a_folder_are_not_followed(changed: tuple[Repository, Path], tmp_path: Path) -> None:
@@ -468,16 +504,16 @@ def test_links_and_pipes_in_a_folder_are_not_followed(changed: tuple[Repository,
     (run,) = folder.glob("test_stub/*/run.json")
     run.rename(tmp_path / "facts.json")
     run.symlink_to(tmp_path / "facts.json")
-    assert_refused(repository, folder)
+    assert_refused(repository, folder, "it is a link or a device")
     run.unlink()
     os.mkfifo(run)
-    assert_refused(repository, folder)
+    assert_refused(repository, folder, "it is a link or a device")
 
 
-def assert_refused(repository: Repository, artifact: Path) -> None:
+def assert_refused(repository: Repository, artifact: Path, said: str = "") -> None:
     before = tree(repository.root.parent)
     result = accept(repository, artifact, "--yes")
-    assert result.code == 6, result.out + result.err
+    assert (result.code, said in result.err) == (6, True), result.out + result.err
     assert "\x1b" not in result.err
     assert tree(repository.root.parent) == before
 
@@ -496,12 +532,13 @@ def test_bombs_stop_at_the_limits(changed: tuple[Repository, Path], monkeypatch:
     def fat_metrics(name: str, data: bytes) -> bytes:
         return data + spaces * 10 if name.endswith(".jsonl") else data
 
-    for edit in (fat_facts, fat_metrics):
-        assert_refused(repository, edited(artifact, edit))
+    assert_refused(repository, edited(artifact, fat_facts), "larger than 100,000 bytes")
+    result = accept(repository, edited(artifact, fat_metrics), "--yes")
+    assert (result.code, "unpacks to more than 1,000,000 bytes" in result.out) == (6, True)
     with zipfile.ZipFile(artifact, "a") as archive:
         for number in range(50):
             archive.writestr(f"{number}", b"")
-    assert_refused(repository, artifact)
+    assert_refused(repository, artifact, "more than 50 files")
 
 
 def test_a_directory_longer_than_its_file_can_hold_is_refused(changed: tuple[Repository, Path]) -> None:
@@ -510,12 +547,9 @@ def test_a_directory_longer_than_its_file_can_hold_is_refused(changed: tuple[Rep
     data = bytearray(artifact.read_bytes())
     at = data.rindex(b"PK\x05\x06")
     data[at + 12 : at + 16] = (0xFFFFFF00).to_bytes(4, "little")
-    artifact.write_bytes(data)
-    assert_refused(repository, artifact)
-    artifact.write_bytes(b"not a zip at all")
-    assert_refused(repository, artifact)
-    artifact.write_bytes(b"")
-    assert_refused(repository, artifact)
+    for content in (data, b"not a zip at all", b""):
+        artifact.write_bytes(content)
+        assert_refused(repository, artifact, "not a readable zip")
 
 
 json_values = st.recursive(
@@ -554,12 +588,13 @@ def test_whatever_an_artifact_holds_it_ends_in_a_typed_error_or_a_standard(
     repository, artifact = changed
     repository.git("checkout", "-q", "--", ".")
     before = tree(repository.root)
-    kind = data.draw(st.sampled_from(["json", "bytes", "cut", "zip"]))
+    kind = data.draw(st.sampled_from(["json", "json", "json", "bytes", "cut", "zip"]))
     with zipfile.ZipFile(artifact) as archive:
         members = {name: archive.read(name) for name in archive.namelist() if "output" not in name}
-    name = data.draw(st.sampled_from(sorted(name for name in members if not name.endswith(".parquet"))))
+    suffixes = (".json",) if kind == "json" else (".json", ".jsonl")
+    name = data.draw(st.sampled_from(sorted(name for name in members if name.endswith(suffixes))))
     content = members[name]
-    if kind == "json" and name.endswith(".json"):
+    if kind == "json":
         document = json.loads(content)
         path = data.draw(st.sampled_from(paths_of(document)))
         members[name] = json.dumps(replaced(document, path, data.draw(json_values))).encode()
@@ -577,6 +612,7 @@ def test_whatever_an_artifact_holds_it_ends_in_a_typed_error_or_a_standard(
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
         hostile.write_bytes(raw)
     result = accept(repository, hostile, "--yes", "--allow-other-source", "--allow-unknown-state")
+    event(f"{kind}: exit code {result.code}")
     assert result.code in (0, 1, 2, 4, 5, 6), result.err
     assert "\x1b" not in result.out + result.err
     after = tree(repository.root)
@@ -644,8 +680,8 @@ REPO = r"repos/\{owner\}/\{repo\}"
 
 def test_a_run_and_a_pull_request_are_downloaded_by_gh(changed: tuple[Repository, Path], gh: FakeGh) -> None:
     repository, artifact = changed
-    live = {"id": 5, "name": "e2e-cpu-1of1-attempt1", "expired": False}
-    foreign = {"id": 6, "name": "wheels", "expired": False}
+    live = {"id": 5, "name": "e2e-results-cpu-1of1-attempt1", "expired": False}
+    foreign = {"id": 6, "name": "e2e-standards-cpu", "expired": False}
     answers = {
         rf"{REPO}/actions/runs/1234": {"id": 1234, "head_branch": "feature"},
         rf"{REPO}/actions/runs/1234/artifacts\?.*page=1": listed(foreign, live),
@@ -672,16 +708,27 @@ def test_an_expired_artifact_yields_the_command_that_makes_a_new_one(
     changed: tuple[Repository, Path], gh: FakeGh
 ) -> None:
     repository, _ = changed
-    expired = {"id": 5, "name": "e2e-cpu", "expired": True}
+    expired = {"id": 5, "name": "e2e-results-cpu", "expired": True}
     gh.answers(
         {
-            rf"{REPO}/actions/runs/1234": {"id": 1234, "head_branch": "feature/$(id)"},
+            rf"{REPO}/actions/runs/1234": {
+                "id": 1234,
+                "head_branch": "feature/$(id)",
+                "path": ".github/workflows/e2e.yml@refs/heads/main",
+            },
             rf"{REPO}/actions/runs/1234/artifacts\?.*": listed(expired),
         }
     )
     result = accept(repository, "1234", "--yes")
-    assert result.code == 6
-    assert "gh workflow run record-e2e-standards.yml --ref 'feature/$(id)'" in result.err
+    assert (result.code, "gh workflow run e2e.yml --ref 'feature/$(id)'\n" in result.err) == (6, True)
+    recording = repository.root / ".github/workflows/record-e2e-standards.yml"
+    recording.parent.mkdir(parents=True)
+    recording.touch()
+    command = "gh workflow run record-e2e-standards.yml --ref 'feature/$(id)' -f "
+    result = accept(repository, "1234", "--yes", "--test", TEST)
+    assert (result.code, f"{command}test={TEST}\n" in result.err) == (6, True)
+    result = accept(repository, "1234", "--yes")
+    assert (result.code, f"{command}suite=NAME\n" in result.err) == (6, True)
 
 
 def test_gh_that_fails_or_is_absent_says_what_to_do(

@@ -236,10 +236,10 @@ def test_a_runner_of_another_platform_than_planned_is_told_of(planned: Repositor
         ("[]", "is no JSON object"),
         ('{"format": 2, "tests": []}', "is of format 2"),
         ('{"format": 1, "tests": {}}', "no list of tests"),
-        ('{"format": 1, "tests": [7]}', "tests[0] names no test"),
+        ('{"format": 1, "tests": [7]}', "tests[0]: names no test"),
         ('{"format": 1, "tests": [{"subject": "a", "verdict": "fine"}]}', "unknown verdict 'fine'"),
         ('{"format": 1, "tests": [{"subject": "a", "verdict": ["x"]}]}', "unknown verdict"),
-        ('{"format": 1, "tests": [{"subject": "a", "verdict": "match", "platform": 1}]}', "no platform"),
+        ('{"format": 1, "tests": [{"subject": "a", "verdict": "match", "platform": 1}]}', "a platform that is no text"),
     ],
 )
 def test_a_damaged_artifact_is_named_and_the_others_are_read(planned: Repository, content: str, says: str) -> None:
@@ -251,6 +251,21 @@ def test_a_damaged_artifact_is_named_and_the_others_are_read(planned: Repository
     assert says in merged.json["problems"][0]
     assert "damaged" in merged.json["problems"][0]
     assert verdicts(merged)["stub", PORTABLE] == ("match", "required")
+
+
+def test_a_job_that_brought_nothing_says_so(planned: Repository) -> None:
+    def brought(folder: str, **facts: object) -> Result:
+        path = artifact(planned, folder, job=job() | {"name": folder} | facts)
+        (path / "results.json").unlink()
+        return merge(planned, "--allow-empty")
+
+    assert brought("recorded", command="record", exit_code=0).code == 0
+    crashed = brought("crashed", command="check", exit_code=70)
+    assert (crashed.code, "crashed: check ended with exit code 70 and no results" in crashed.out) == (4, True)
+    refused = brought("refused", command="record", exit_code=1)
+    assert "refused: record ended with exit code 1" in refused.out
+    (planned.root / "artifacts/refused/job.json").write_text('{"attempt": "1"}')
+    assert merge(planned).code == 6
 
 
 def test_links_in_artifacts_are_not_followed_and_nothing_is_not_success(planned: Repository) -> None:
@@ -267,7 +282,10 @@ def test_links_in_artifacts_are_not_followed_and_nothing_is_not_success(planned:
 
 # ------------------------------------------------------------------------------------------------------ reports
 
-HOSTILE = "a|b`c`\n## owned\r\n</code></pre></details><img src=x onerror=alert(1)> [x](http://e) @you ::error::no \u202e\x1b[31m"
+HOSTILE = (
+    "a|b`c`\n## owned\r\n</code></pre></details><img src=x onerror=alert(1)> [x](http://e) @you ::error::no "
+    "\u202e\x1b[31m"
+)
 
 
 class Tags(HTMLParser):
