@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,8 @@ import fnmatch, os, shutil
 from pathlib import Path
 
 store, target = Path(os.environ["ACT_STORE"]), Path(os.environ["TARGET"])
+if os.environ["RUN_ID"]:
+    store = store.parent / ("run-" + os.environ["RUN_ID"])
 name, pattern = os.environ["NAME"], os.environ["PATTERN"]
 if name:
     shutil.copytree(store / name, target, dirs_exist_ok=True)
@@ -95,6 +98,7 @@ STAND_INS = {
             "PATTERN": "${{ inputs.pattern }}",
             "TARGET": "${{ inputs.path }}",
             "MERGE": "${{ inputs.merge-multiple }}",
+            "RUN_ID": "${{ inputs.run-id }}",
         },
         DOWNLOAD,
     ),
@@ -127,6 +131,12 @@ class ActRun:
     output: str
     code: int
 
+    @property
+    def explanation(self) -> str:
+        """The results, and the lines of the log that say what went wrong."""
+        wrong = [line for line in self.output.splitlines() if re.search(r"❌|❗|[Ee]rror|exit status|no files", line)]
+        return "\n".join([str(dict(self.jobs)), *wrong])
+
 
 class ActRepository(Repository):
     """The scratch repository, with the workflows of this one."""
@@ -140,6 +150,7 @@ class ActRepository(Repository):
             f'[tool.e2e_registry.platforms]\ncpu-x86_64-portable = ["{RUNNER}"]\n'
         )
         (root / "Makefile").write_text(MAKEFILE.format(python=sys.executable))
+        self.git("init", "-q")
         (root / ".gitignore").write_text(".e2e_runs/\n.venv/\n__pycache__/\n")
         shutil.copytree(ROOT / ".github", root / ".github")
         shutil.copy(ROOT / "action.yml", root)
@@ -174,6 +185,14 @@ class ActRepository(Repository):
             check=False,
         )
         return _read(done)
+
+    def end_run(self, run_id: int) -> None:
+        """Put the artifacts where another run finds them by the run's id, and begin with none."""
+        self.store.rename(self.store.parent / f"run-{run_id}")
+
+    def unpack(self, artifact: Path) -> None:
+        """Unpack an artifact over the checkout, as ``gh run download --name`` does at the root."""
+        shutil.copytree(artifact, self.root, dirs_exist_ok=True)
 
     def pins(self) -> set[str]:
         """The actions that workflows and actions use from elsewhere, with their pins."""
