@@ -125,6 +125,8 @@ def _details(verdict: MergedVerdict) -> list[str]:
     lines = [f"<details><summary>{title}</summary>", ""]
     result = verdict.result
     lines += [f"- {text(reason, 600)}" for reason in listing(result.get("reasons"))[:MAX_DETAILS]]
+    repeat = mapping(result.get("repeat"))
+    lines += [f"- run again: {text(repeat.get('label'))}"] if repeat else []
     if result.get("error"):
         lines += [f"- {text(result['error'], 2000)}"]
     for broken in map(mapping, listing(result.get("broken_invariants"))[:MAX_SERIES]):

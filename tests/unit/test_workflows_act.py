@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ pytestmark = [
 ]
 
 SHELL = '"; touch "$ACT_STORE/owned"; echo "$(touch "$ACT_STORE/owned")`touch "$ACT_STORE/owned"`'
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/ci.md"
 PORTABLE = "cpu-x86_64-portable"
 
 
@@ -147,6 +149,32 @@ def test_recording_brings_back_standards_in_their_paths(act_repository: ActRepos
     )
     assert {name for name, result in jobs(failed).items() if result != "success"} == {"standards"}, failed.explanation
     assert list(act_repository.store.glob("e2e-results-*/test_other/*/run.json"))
+
+
+def test_another_repository_needs_the_lines_of_the_document(act_repository: ActRepository) -> None:
+    lines = (DOCUMENT.read_text().split("```yaml\n")[1].split("```")[0]).replace("COMMIT", "0" * 40)
+    reference = re.search(r"\S+/e2e_registry@0{40}", lines)
+    assert reference
+    act_repository.offer_action(reference[0])
+    shutil.rmtree(act_repository.root / ".github")
+    (act_repository.root / "action.yml").unlink()
+    (act_repository.root / ".github/workflows").mkdir(parents=True)
+    (act_repository.root / ".github/workflows/e2e.yml").write_text(lines)
+    (act_repository.root / "requirements.txt").touch()
+    (act_repository.root / "tests/e2e/test_labelled.py").unlink()
+    bin_folder = act_repository.home / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "python").symlink_to(act_repository.python())
+    act_repository.commit("adopt")
+    environ = {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    passed = act_repository.act("pull_request", "e2e", pull_request(act_repository), environ)
+    assert list(passed.jobs.values()) == ["success"], passed.explanation
+    act_repository.end_run(1)
+    act_repository.write_recipe("SCALE = 1.5", name="other.py")
+    act_repository.commit("another number")
+    failed = act_repository.act("pull_request", "e2e", pull_request(act_repository), environ)
+    assert list(failed.jobs.values()) == ["failure"], failed.explanation
+    assert results(act_repository, "e2e-results-e2e-attempt1")["test_other"] == "mismatch"
 
 
 def test_every_runner_of_the_workflows_is_one_that_act_was_given() -> None:
