@@ -17,7 +17,7 @@ from e2e_registry.environment.difference import (
 from e2e_registry.environment.platform_slug import may_be_platform_of, platform_slug
 from e2e_registry.environment.record import GROUPS, compose, launch_facts, platform_facts, software_facts
 from e2e_registry.environment.redaction import redact_command, redact_text, redact_variables, without_machine_paths
-from e2e_registry.environment.source import source_facts, source_tree_of_revision
+from e2e_registry.environment.source import source_facts, source_paths, source_tree_of_revision
 
 __all__ = [
     "GROUPS",
@@ -37,6 +37,7 @@ __all__ = [
     "software_facts",
     "software_group",
     "source_facts",
+    "source_paths",
     "source_tree_of_revision",
     "without_machine_paths",
 ]

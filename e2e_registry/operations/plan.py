@@ -159,12 +159,8 @@ def make_plan(
         only: Of the tests, plan these on these platforms alone; on all of them where the platform is None.
 
     Raises:
-        UsageError: No or an unknown platform, an unknown revision, a test id with a line end in it, or more jobs than
-            GitHub takes.
+        UsageError: No or an unknown platform, an unknown revision, or more jobs than GitHub takes.
     """
-    for test in registrations:
-        if not test.test_id.isprintable():
-            raise UsageError(f"{test.test_id!r} would be two lines of a job's input", hint="rename the file")
     jobs: list[PlannedJob] = []
     expected: list[ExpectedVerdict] = []
     established = _established_platforms(settings)

@@ -141,6 +141,10 @@ def test_recording_brings_back_standards_in_their_paths(act_repository: ActRepos
     passed = act_repository.act("pull_request", "pr-test", pull_request(act_repository))
     assert set(passed.jobs.values()) == {"success"}, passed.explanation
     act_repository.end_run(3)
+    nothing = act_repository.act("workflow_dispatch", "record-e2e-standards", dispatch(**{"run-id": "3"}))
+    assert jobs(nothing)["plan"] == "failure"
+    assert "no result asks for a new standard" in nothing.output
+    act_repository.end_run(4)
     # One test, with a recipe that fails: said, and still something to look at.
     act_repository.write_recipe("raise SystemExit(3)", name="other.py")
     act_repository.commit("broken")
