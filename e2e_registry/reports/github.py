@@ -170,7 +170,7 @@ def _series_rows(series: Mapping[str, Any]) -> list[str]:
     counted = series.get("failing") or series.get("differing")
     differ = f"{counted}/{series.get('points')}" if presence == "both" else presence
     places = [(label, mapping(series.get(label))) for label in ("first", "worst") if series.get(label)]
-    if len({(place.get("step"), place.get("occurrence")) for _, place in places}) < len(places):
+    if len({f"{place.get('step')} {place.get('occurrence')}" for _, place in places}) < len(places):
         places = [("first, worst", places[0][1])]
     rows = []
     for at, (label, place) in enumerate(places or [("", {})]):
