@@ -124,6 +124,12 @@ def test_three_hundred_tests_in_one_to_sixteen_partitions(template: Registration
         check_partitions(tests, count)
 
 
+def test_the_longest_go_first_and_ties_by_id(template: Registration) -> None:
+    tests = make_tests(template, [1, 1, 1, 1, 4, 4])
+    names = [[test.test_id[-6:-3] for test in part] for part in partition(tests, 3)]
+    assert names == [["004"], ["005"], ["000", "001", "002", "003"]]
+
+
 @given(
     times=st.lists(st.sampled_from([1.0, 2.5]) | st.floats(0.001, 1e6), max_size=40),
     count=st.integers(1, 16),
