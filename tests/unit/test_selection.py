@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -88,7 +89,11 @@ def test_the_partitions_of_a_check_hold_every_test_once(labelled: Repository) ->
         assert sorted(name for part in parts for name in part) == ["always", "both", "other", "sft"]
     empty = labelled.cli("check", "--all", "--partition", "9/9")
     assert (empty.code, "partition 9/9 is empty" in empty.err) == (5, True)
+    results = labelled.root / ".e2e_runs/results.json"
+    assert json.loads(results.read_text())["exit_code"] == 5
     assert labelled.cli("check", "--all", "--partition", "9/9", "--allow-empty").code == 0
+    found = json.loads(results.read_text())
+    assert (found["status"], found["exit_code"], found["partition"], found["tests"]) == ("complete", 0, "9/9", [])
 
 
 @pytest.fixture(scope="module")
