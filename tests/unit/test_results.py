@@ -245,18 +245,19 @@ def test_a_signal_during_a_suite_leaves_partial_results_and_no_process(
     for name in ("test_t1", "test_t2", "test_t3"):
         repository.write_test(name, script="scripts/sleeping.py", env={"MARKS": str(marks)})
     repository.write_test("test_stub", est_time=90)  # the longest starts first
-    command = [sys.executable, "-m", "e2e_registry", "check", "--all", "--jobs", "2"]
+    command = [sys.executable, "-m", "e2e_registry", "check", "--all", "--jobs", "2", "--json"]
     check = subprocess.Popen(command, cwd=repository.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while len(list(marks.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     during = read_results(repository)
     check.send_signal(signum)
-    _, err = check.communicate(timeout=60)
+    out, err = check.communicate(timeout=60)
     assert (check.returncode, "Traceback" in err) == (code, False), err
     assert (during["status"], during["why_partial"], len(during["tests"])) == ("partial", "running", 1)
     after = read_results(repository)
     assert (after["status"], after["why_partial"]) == ("partial", why)
+    assert json.loads(out) == after
     assert outcomes(after) == {"stub": ("match", 0), "t1": ("incomplete", 4), "t2": ("incomplete", 4)}
     assert after["not_run"] == ["tests/e2e/test_t3.py"]
     assert (repository.root / after["tests"][1]["run"] / "metrics.main.rank0.jsonl").stat().st_size
