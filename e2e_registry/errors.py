@@ -111,6 +111,10 @@ class RecipeError(RecordingError):
     """The recipe failed: non-zero exit, signal, timeout, or nothing logged."""
 
 
+class LostRunError(RecordingError):
+    """A run that was ended with its machine, or cancelled there: nobody knows how it would have ended."""
+
+
 class NothingSelectedError(RegistryError):
     """A selection that is empty, or in which everything was skipped."""
 

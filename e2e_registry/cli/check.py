@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,16 +12,23 @@ from e2e_registry.cli.output import SuiteProgress, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from rich.console import Console
 
     from e2e_registry.comparison import Assessment
     from e2e_registry.config import Settings
+    from e2e_registry.operations.machines import LocalMachine, Machine
     from e2e_registry.operations.selection import Selection
     from e2e_registry.registration import Registration
 
 Jobs = Annotated[
-    int, typer.Option("--jobs", min=1, help="Tests that run at a time, as far as cores and GPUs are free for them.")
+    int | None,
+    typer.Option(
+        "--jobs",
+        min=1,
+        help="Tests that run at a time, as far as cores and GPUs are free: 1 by default, with --ray all that fit.",
+    ),
 ]
 FailFast = Annotated[bool, typer.Option("--fail-fast", help="Start no further test once one has failed.")]
 Repeats = Annotated[
@@ -30,6 +38,12 @@ Repeats = Annotated[
         metavar="N",
         min=0,
         help="Run a mismatching test N more times and say whether it repeats; the verdict stays.",
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray", metavar="ADDRESS", help="Run the tests on this Ray cluster; auto finds one, local starts one here."
     ),
 ]
 
@@ -42,7 +56,8 @@ def check(
     labels: options.Labels = None,
     match_all_labels: options.MatchAllLabels = False,
     partition: options.Partition = None,
-    jobs: Jobs = 1,
+    jobs: Jobs = None,
+    ray: RayAddress = None,
     fail_fast: FailFast = False,
     repeat_on_mismatch: Repeats = 0,
     gpu_wait: options.GpuWait = options.DEFAULT_GPU_WAIT_S,
@@ -71,14 +86,16 @@ def check(
     tests = [registration.test_id for registration in registrations]
     results = Results(settings, tests, selection, allow_empty=allow_empty)
     console = make_console()
-    with SuiteProgress(len(registrations)) as progress:
+    local = LocalMachine(gpu_wait_s=gpu_wait, allows_busy_gpus=allow_busy_gpus)
+    jobs = jobs or (1 if ray is None else max(len(registrations), 1))
+    with _machine(ray, settings, local) as machine, SuiteProgress(len(registrations)) as progress:
         check_suite(
             registrations,
             settings,
             results,
             _Listener(progress, None if json else console, all_metrics=all_metrics),
             options=SuiteOptions(jobs=jobs, fail_fast=fail_fast, repeats=repeat_on_mismatch),
-            machine=LocalMachine(gpu_wait_s=gpu_wait, allows_busy_gpus=allow_busy_gpus),
+            machine=machine,
         )
     if json:
         print_json(results.to_json())
@@ -97,6 +114,14 @@ def _select(settings: Settings, selection: Selection, *, allow_empty: bool) -> l
         if not allow_empty:
             raise
         return []
+
+
+def _machine(ray: str | None, settings: Settings, local: LocalMachine) -> AbstractContextManager[Machine]:
+    if ray is None:
+        return contextlib.nullcontext(local)
+    from e2e_registry.operations.cluster import RayCluster
+
+    return RayCluster(ray, settings, local)
 
 
 class _Listener:

@@ -39,9 +39,10 @@ def list_(
     )
     listed = list_tests(select(settings, **selection), settings)
     if json:
-        print_json({"tests": [listed_to_json(*entry) for entry in listed]})
+        print_json({"tests": [listed_to_json(entry) for entry in listed]})
     else:
-        print_tests(listed, make_console())
+        rows = [(e.registration, e.measured.median_s if e.measured else None, e.platforms) for e in listed]
+        print_tests(rows, make_console())
 
 
 def show(

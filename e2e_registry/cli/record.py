@@ -121,7 +121,7 @@ def _list(registrations: list[Registration], settings: Settings, *, as_json: boo
 
     listed = list_tests(registrations, settings)
     if as_json:
-        print_json({"tests": [listed_to_json(*entry) for entry in listed]})
+        print_json({"tests": [listed_to_json(entry) for entry in listed]})
         return
-    for registration, platforms in listed:
-        typer.echo(f"{registration.test_id}  ({', '.join(platforms) or 'no standard yet'})")
+    for entry in listed:
+        typer.echo(f"{entry.registration.test_id}  ({', '.join(entry.platforms) or 'no standard yet'})")

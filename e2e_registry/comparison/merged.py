@@ -63,7 +63,7 @@ class MergedVerdict:
             return ExitCode.RUN_FAILED
         if self.verdict is TestVerdict.ERROR:
             stated = self.result.get("exit_code")
-            return ExitCode(stated) if stated in set(ExitCode) - {ExitCode.OK} else ExitCode.INTERNAL
+            return next((code for code in ExitCode if code and code == stated), ExitCode.INTERNAL)
         return self.verdict.exit_code
 
     def to_json(self) -> dict[str, Any]:

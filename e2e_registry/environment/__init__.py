@@ -24,7 +24,7 @@ from e2e_registry.environment.record import (
     software_facts,
 )
 from e2e_registry.environment.redaction import redact_command, redact_text, redact_variables, without_machine_paths
-from e2e_registry.environment.source import source_facts, source_tree_of_revision
+from e2e_registry.environment.source import source_facts, source_paths, source_tree_of_revision
 
 __all__ = [
     "GROUPS",
@@ -45,6 +45,7 @@ __all__ = [
     "software_facts",
     "software_group",
     "source_facts",
+    "source_paths",
     "source_tree_of_revision",
     "without_machine_paths",
 ]

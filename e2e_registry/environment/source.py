@@ -106,6 +106,26 @@ def _head_source_tree() -> str | None:
     return tree
 
 
+def source_paths(root: Path, exclude: Sequence[Path] = ()) -> tuple[Path, list[Path]] | None:
+    """Return the top of the git work tree that holds ``root``, and the paths that its source tree is hashed from.
+
+    Args:
+        root: A folder in the work tree.
+        exclude: As for :func:`source_facts`.
+
+    Returns:
+        The top, absolute, and the paths that exist, relative to it and sorted; None without git or a repository.
+
+    Raises:
+        OSError: Git cannot list a folder.
+    """
+    top = _top_level(root)
+    if top is None:
+        return None
+    paths = _source_paths(top, _Excluded(top, [root / path for path in exclude]))
+    return Path(os.fsdecode(top)), [Path(os.fsdecode(p)) for p in paths if os.path.lexists(os.path.join(top, p))]
+
+
 class _Excluded:
     """Tells which paths, relative to the top of the work tree, do not count as source."""
 
@@ -163,7 +183,7 @@ def _is_dirty(top: bytes, excluded: _Excluded) -> bool | None:
 
 def _source_tree(top: bytes, excluded: _Excluded) -> str | None:
     try:
-        return _hashed(top, sorted(_without_followed_links(top, set(_listed(top, b"", excluded)))))
+        return _hashed(top, _source_paths(top, excluded))
     except OSError:
         return None
 
@@ -215,6 +235,10 @@ def _checked_out(top: bytes, commit: str, folder: bytes, base: bytes, excluded: 
             yield path
         elif _is_repository(os.path.join(top, path)):
             yield from _checked_out(top, object_id.decode(), path, base, excluded)
+
+
+def _source_paths(top: bytes, excluded: _Excluded) -> list[bytes]:
+    return sorted(_without_followed_links(top, set(_listed(top, b"", excluded))))
 
 
 def _listed(top: bytes, folder: bytes, excluded: _Excluded) -> Iterator[bytes]:

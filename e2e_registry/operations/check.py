@@ -11,7 +11,7 @@ from e2e_registry.comparison import Assessment, TestVerdict, check_invariants, c
 from e2e_registry.comparison.assessment import Repeat, RepeatLabel
 from e2e_registry.config import Settings
 from e2e_registry.environment import difference
-from e2e_registry.errors import RegistryError
+from e2e_registry.errors import LostRunError, RegistryError
 from e2e_registry.execution.capacity import Lease
 from e2e_registry.execution.launcher import Cancellation
 from e2e_registry.operations.machines import LocalMachine, Machine
@@ -60,7 +60,7 @@ def check_test(
     )
     try:
         run = run_once()
-        if cancellation is not None and cancellation.is_cancelled and run.is_interrupted:
+        if _is_cancelled(cancellation) and run.is_interrupted:
             return _interrupted(registration, run, settings)
         assessment = assess(registration, run, settings)
         if not run.problems and not run.pins:
@@ -71,9 +71,17 @@ def check_test(
         remark = machine.remark(registration)
         warnings = [*assessment.warnings, *([] if remark is None else [remark])]
         return dataclasses.replace(assessment, quarantine=quarantine, warnings=warnings)
+    except LostRunError as error:
+        reason = "the check was ended before the recipe was" if _is_cancelled(cancellation) else str(error)
+        subject = registration.test_id
+        return Assessment(subject=subject, verdict=TestVerdict.INCOMPLETE, reasons=[reason], quarantine=quarantine)
     except RegistryError as error:
         subject = registration.test_id
         return Assessment(subject=subject, verdict=TestVerdict.ERROR, error=error, quarantine=quarantine)
+
+
+def _is_cancelled(cancellation: Cancellation | None) -> bool:
+    return cancellation is not None and cancellation.is_cancelled
 
 
 def _interrupted(registration: Registration, run: ObservedRun, settings: Settings) -> Assessment:
@@ -234,6 +242,8 @@ def _warnings(run: ObservedRun) -> list[str]:
     warnings = []
     if run.attempts > 1:
         warnings.append(f"Ray lost the node or the worker of an earlier attempt; this is attempt {run.attempts}")
+    if run.left_out:
+        warnings.append(f"too large to be brought back from the cluster: {', '.join(run.left_out[:5])}")
     left = (run.outcome or {}).get("left_behind") or []
     if left:
         shown = "; ".join(f"{child['pid']} {child['command']}" for child in left[:3])

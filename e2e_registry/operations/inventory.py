@@ -2,30 +2,85 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from e2e_registry.config import Settings
 from e2e_registry.errors import NoStandardError, UsageError
+from e2e_registry.operations.running import read_facts
 from e2e_registry.operations.standards import display_path, standard_paths
 from e2e_registry.registration import Registration, find_test
 from e2e_registry.series import Point, SeriesKey
 from e2e_registry.standard import Standard
 
-
-def list_tests(registrations: Sequence[Registration], settings: Settings) -> list[tuple[Registration, list[str]]]:
-    """Return the tests with the platforms that they have standards for."""
-    return [(registration, list(standard_paths(registration, settings))) for registration in registrations]
+#: Of the kept runs of a test, as many of the newest say how long it takes.
+_MEASURED_RUNS = 5
 
 
-def listed_to_json(registration: Registration, platforms: Sequence[str]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class MeasuredDuration:
+    """How long a test took here, by its newest kept runs that succeeded.
+
+    Attributes:
+        runs: How many runs that were.
+        median_s: Their median, seconds.
+    """
+
+    runs: int
+    median_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTest:
+    """A test as ``list`` shows it.
+
+    Attributes:
+        registration: The test.
+        platforms: The platforms that it has standards for.
+        measured: How long it took; None without a kept run that succeeded.
+    """
+
+    registration: Registration
+    platforms: tuple[str, ...]
+    measured: MeasuredDuration | None
+
+
+def list_tests(registrations: Sequence[Registration], settings: Settings) -> list[ListedTest]:
+    """Return the tests with the platforms that they have standards for, and how long they took."""
+    return [
+        ListedTest(
+            registration, tuple(standard_paths(registration, settings)), measured_duration(registration, settings)
+        )
+        for registration in registrations
+    ]
+
+
+def measured_duration(registration: Registration, settings: Settings) -> MeasuredDuration | None:
+    """Return how long a test's recipe took, by the runs that are kept: no other record of it is needed."""
+    durations: list[float] = []
+    folder = settings.run_dir / registration.stem
+    for path in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
+        facts = read_facts(path)
+        outcome, is_ours = facts.get("outcome") or {}, (facts.get("recipe") or {}).get("test") == registration.test_id
+        if is_ours and outcome.get("status") == "exited" and outcome.get("exit_code") == 0:
+            durations.append((facts["ended_ns"] - facts["started_ns"]) / 1e9)
+        if len(durations) == _MEASURED_RUNS:
+            break
+    return MeasuredDuration(len(durations), statistics.median(durations)) if durations else None
+
+
+def listed_to_json(listed: ListedTest) -> dict[str, Any]:
     """Return the object that ``list --json`` prints for a test."""
+    registration, measured = listed.registration, listed.measured
     return {
         "test": registration.test_id,
         "suite": registration.suite,
         "profile": registration.profile,
         "est_time": registration.est_time,
+        "measured": None if measured is None else {"runs": measured.runs, "median_s": measured.median_s},
         "timeout": registration.timeout,
         "labels": list(registration.labels),
         "nightly": registration.nightly,
@@ -35,7 +90,7 @@ def listed_to_json(registration: Registration, platforms: Sequence[str]) -> dict
         "metrics": list(registration.metrics),
         "observe": list(registration.observe),
         "argv": list(registration.recorded_argv),
-        "standards": list(platforms),
+        "standards": list(listed.platforms),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from e2e_registry.config import Settings
 from e2e_registry.execution.capacity import Capacity, Lease, available_cpus
-from e2e_registry.execution.gpus import VISIBLE_VARIABLE, visible_gpus, wait_until_empty
+from e2e_registry.execution.gpus import visible_gpus, wait_until_empty
 from e2e_registry.execution.launcher import Cancellation
 from e2e_registry.operations.running import ObservedRun, run_test
 from e2e_registry.registration import Registration
@@ -93,5 +93,4 @@ class LocalMachine:
                 on_wait=on_line or (lambda line: None),
                 is_cancelled=lambda: cancellation is not None and cancellation.is_cancelled,
             )
-        variables = {VISIBLE_VARIABLE: ",".join(devices)} if devices else {}
-        return run_test(registration, settings, on_line=on_line, cancellation=cancellation, given=variables)
+        return run_test(registration, settings, on_line=on_line, cancellation=cancellation, devices=devices)

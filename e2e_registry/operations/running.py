@@ -29,6 +29,7 @@ from e2e_registry.determinism.variables import (
 )
 from e2e_registry.environment import compose, launch_facts, platform_facts, platform_slug, recipe_facts
 from e2e_registry.errors import InvalidRunError, UsageError
+from e2e_registry.execution.gpus import VISIBLE_VARIABLE, visible_gpus
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation, LaunchSpec, launch, log_tail
 from e2e_registry.operations.run_facts import FACTS_SHAPE, STATE_SHAPE, shape_fault
 from e2e_registry.recording import RunRecording, read_run
@@ -56,6 +57,7 @@ class ObservedRun:
         platform: The platform slug that the run's bits belong to; ``unknown`` if no launcher said under what profile.
         pins: Pins of the profile that did not hold effectively, one text each.
         platform_fault: Why the platform is unknown, if it is.
+        left_out: Files of the run that were too large to be brought back from a cluster.
     """
 
     path: Path
@@ -66,6 +68,7 @@ class ObservedRun:
     platform: str
     pins: tuple[str, ...]
     platform_fault: str | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def test(self) -> str | None:
@@ -160,7 +163,7 @@ def run_test(
     cancellation: Cancellation | None = None,
     is_pinned: bool = True,
     instrument: Instrument | None = None,
-    given: Mapping[str, str] = NO_VARIABLES,
+    devices: Sequence[str] | None = None,
 ) -> ObservedRun:
     """Run a test's recipe once and keep the run.
 
@@ -171,17 +174,64 @@ def run_test(
         cancellation: Ends the run from another thread.
         is_pinned: Whether the profile's variables are set; without them the run is judged by the profile all the same.
         instrument: Adds variables that observe the run.
-        given: Variables by which the caller hands out devices; they count as the caller's environment.
+        devices: The GPUs that the recipe may use, as ``CUDA_VISIBLE_DEVICES`` names them; by default the first that
+            are here, as many as the test was registered with. A test without GPUs keeps the caller's variable.
 
     Raises:
         RegistrationError: A variable that the registration names is not set.
         StorageError: The run directory cannot be written.
     """
+    if devices is None:
+        devices = visible_gpus()[: registration.num_gpus]
     run_dir = new_run_dir(settings, registration.stem)
-    child = recipe_environment(registration, run_dir, is_pinned=is_pinned, caller={**os.environ, **given})
-    facts = {**declared_facts(registration, settings), "num_gpus": registration.num_gpus}
+    child = launch_test(
+        registration,
+        settings,
+        run_dir,
+        declared_facts(registration, settings),
+        caller={**os.environ, **({VISIBLE_VARIABLE: ",".join(devices)} if devices else {})},
+        on_line=on_line,
+        cancellation=cancellation,
+        is_pinned=is_pinned,
+        instrument=instrument,
+    )
+    return load_run(run_dir, settings, child=child)
+
+
+def launch_test(
+    registration: Registration,
+    settings: Settings,
+    run_dir: Path,
+    facts: Mapping[str, Any],
+    *,
+    caller: Mapping[str, str],
+    on_line: Callable[[str], None] | None = None,
+    cancellation: Cancellation | None = None,
+    is_pinned: bool = True,
+    instrument: Instrument | None = None,
+) -> ChildEnvironment:
+    """Run a test's recipe once into ``run_dir``; return the environment that it was started with.
+
+    Args:
+        registration: The test.
+        settings: Give the root, in which the recipe runs.
+        run_dir: Where the run is kept.
+        facts: What :func:`declared_facts` said of the test, perhaps on another machine.
+        caller: The environment to inherit.
+        on_line: Called with each line the recipe prints.
+        cancellation: Ends the run from another thread.
+        is_pinned: Whether the profile's variables are set.
+        instrument: Adds variables that observe the run.
+
+    Raises:
+        RegistrationError: A variable that the registration names is not set.
+        StorageError: The run directory cannot be written.
+    """
+    child = recipe_environment(registration, run_dir, is_pinned=is_pinned, caller=caller)
     argv = registration.argv(run_dir=run_dir, environ=child.variables)
-    return _launch(argv, child, run_dir, settings, facts, registration.timeout, on_line, cancellation, instrument)
+    facts = {**facts, "num_gpus": registration.num_gpus}
+    _launch(argv, child, run_dir, settings, facts, registration.timeout, on_line, cancellation, instrument)
+    return child
 
 
 def recipe_environment(
@@ -293,7 +343,8 @@ def run_command(
     argv = [_filled(argument, fields) for argument in command]
     excluded = [settings.standards_dir, settings.run_dir]
     facts = launch_facts(settings.root, command=list(command), seed=seed, profile=profile, exclude=excluded)
-    return _launch(argv, child, run_dir, settings, facts, timeout_s, on_line, None, instrument)
+    _launch(argv, child, run_dir, settings, facts, timeout_s, on_line, None, instrument)
+    return load_run(run_dir, settings, child=child)
 
 
 def _filled(text: str, fields: Mapping[str, str]) -> str:
@@ -311,7 +362,7 @@ def _launch(
     on_line: Callable[[str], None] | None,
     cancellation: Cancellation | None,
     instrument: Instrument | None,
-) -> ObservedRun:
+) -> None:
     recipe = facts["recipe"]
     spec = LaunchSpec(
         command=argv,
@@ -333,7 +384,6 @@ def _launch(
         },
     )
     launch(spec, on_line=on_line, cancellation=cancellation)
-    return load_run(run_dir, settings, child=child)
 
 
 def load_run(path: Path, settings: Settings, *, child: ChildEnvironment | None = None) -> ObservedRun:
@@ -357,7 +407,9 @@ def load_run(path: Path, settings: Settings, *, child: ChildEnvironment | None =
     facts = read_facts(path) if recording is None else recording.run or {}
     states = {} if recording is None else recording.writer_states
     profile = facts.get("profile")
-    environment = compose(writer_states=states, launch_facts=facts, root=settings.root)
+    # The root that its paths are relative to is that of the machine it ran on: a CI runner's, a node's.
+    root = Path(facts["cwd"]) if isinstance(facts.get("cwd"), str) else settings.root
+    environment = compose(writer_states=states, launch_facts=facts, root=root)
     environment["platform"] = environment["platform"] or facts.get("launcher_platform") or {}
     platform, fault = _platform(facts, environment, settings)
     return ObservedRun(

@@ -101,6 +101,7 @@ def metadata_of(
             "head": source.get("head"),
             "dirty": source.get("dirty"),
             "source_tree": source.get("source_tree"),
+            "head_source_tree": source.get("head_source_tree"),
             "runs_agreed": REPEAT_UNPROVEN if agreed is None or agreed < 2 else agreed,
             "reason": reason,
         },

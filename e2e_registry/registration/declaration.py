@@ -226,6 +226,13 @@ class Registration:
         """``env`` as recordings and standards keep and compare it; see :attr:`recorded_argv`."""
         return {name: _write_seed(value, self.seed) for name, value in self.env.items()}
 
+    @property
+    def expanded_variables(self) -> frozenset[str]:
+        """Names of the variables whose values the recipe's command or environment is made with at launch."""
+        texts = [*(text for _, text in self._tokens()), *self.env.values()]
+        found = (match["variable"] for text in texts for match in _PLACEHOLDER.finditer(text))
+        return frozenset(name for name in found if name is not None)
+
     def _program(self, python: str) -> list[str]:
         return [] if self.script is None else [python, self.script]
 

@@ -125,6 +125,8 @@ def _details(verdict: MergedVerdict) -> list[str]:
     lines = [f"<details><summary>{title}</summary>", ""]
     result = verdict.result
     lines += [f"- {text(reason, 600)}" for reason in listing(result.get("reasons"))[:MAX_DETAILS]]
+    repeat = mapping(result.get("repeat"))
+    lines += [f"- run again: {text(repeat.get('label'))}"] if repeat else []
     if result.get("error"):
         lines += [f"- {text(result['error'], 2000)}"]
     for broken in map(mapping, listing(result.get("broken_invariants"))[:MAX_SERIES]):
@@ -168,7 +170,7 @@ def _series_rows(series: Mapping[str, Any]) -> list[str]:
     counted = series.get("failing") or series.get("differing")
     differ = f"{counted}/{series.get('points')}" if presence == "both" else presence
     places = [(label, mapping(series.get(label))) for label in ("first", "worst") if series.get(label)]
-    if len({(place.get("step"), place.get("occurrence")) for _, place in places}) < len(places):
+    if len({f"{place.get('step')} {place.get('occurrence')}" for _, place in places}) < len(places):
         places = [("first, worst", places[0][1])]
     rows = []
     for at, (label, place) in enumerate(places or [("", {})]):

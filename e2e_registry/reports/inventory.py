@@ -15,16 +15,20 @@ from e2e_registry.series import Point, SeriesExtent, SeriesKey
 from e2e_registry.standard import StandardMetadata
 from e2e_registry.tolerance import Policy
 
+#: A test, the median of its measured durations in seconds if there is one, and the platforms of its standards.
+TestRow = tuple[Registration, float | None, Sequence[str]]
 
-def print_tests(tests: Sequence[tuple[Registration, Sequence[str]]], console: Console) -> None:
-    """Print tests with their suites and the platforms that they have standards for."""
+
+def print_tests(tests: Sequence[TestRow], console: Console) -> None:
+    """Print tests with their suites, how long they should take and took, and the platforms of their standards."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("test", "suite", "profile", "est. s", "standards"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "est. s" else "left")
-    for test, platforms in tests:
+    for name in ("test", "suite", "profile", "est. s", "measured s", "standards"):
+        table.add_column(name, no_wrap=True, justify="right" if name.endswith(" s") else "left")
+    for test, median_s, platforms in tests:
         standards = ", ".join(platforms) or "none yet"
+        measured = "" if median_s is None else f"{median_s:.1f}"
         name = f"{test.test_id} (disabled: {test.disabled})" if test.disabled else test.test_id
-        table.add_row(name, test.suite, test.profile, f"{test.est_time:g}", standards)
+        table.add_row(name, test.suite, test.profile, f"{test.est_time:g}", measured, standards)
     print_table(table, console, indent=0)
 
 

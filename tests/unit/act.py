@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,8 @@ import fnmatch, os, shutil
 from pathlib import Path
 
 store, target = Path(os.environ["ACT_STORE"]), Path(os.environ["TARGET"])
+if os.environ["RUN_ID"]:
+    store = store.parent / ("run-" + os.environ["RUN_ID"])
 name, pattern = os.environ["NAME"], os.environ["PATTERN"]
 if name:
     shutil.copytree(store / name, target, dirs_exist_ok=True)
@@ -95,6 +98,7 @@ STAND_INS = {
             "PATTERN": "${{ inputs.pattern }}",
             "TARGET": "${{ inputs.path }}",
             "MERGE": "${{ inputs.merge-multiple }}",
+            "RUN_ID": "${{ inputs.run-id }}",
         },
         DOWNLOAD,
     ),
@@ -127,6 +131,12 @@ class ActRun:
     output: str
     code: int
 
+    @property
+    def explanation(self) -> str:
+        """The results, and the lines of the log that say what went wrong."""
+        wrong = [line for line in self.output.splitlines() if re.search(r"❌|❗|[Ee]rror|exit status|no files", line)]
+        return "\n".join([str(dict(self.jobs)), *wrong])
+
 
 class ActRepository(Repository):
     """The scratch repository, with the workflows of this one."""
@@ -134,12 +144,14 @@ class ActRepository(Repository):
     def __init__(self, root: Path, home: Path) -> None:
         super().__init__(root)
         self.home = home
+        self.local: dict[str, Path] = {}
         self.store = home / "artifacts"
         (root / "pyproject.toml").write_text(
             '[tool.e2e_registry]\nsuites = ["short-cpu"]\nlabels = ["slow"]\n'
             f'[tool.e2e_registry.platforms]\ncpu-x86_64-portable = ["{RUNNER}"]\n'
         )
         (root / "Makefile").write_text(MAKEFILE.format(python=sys.executable))
+        self.git("init", "-q")
         (root / ".gitignore").write_text(".e2e_runs/\n.venv/\n__pycache__/\n")
         shutil.copytree(ROOT / ".github", root / ".github")
         shutil.copy(ROOT / "action.yml", root)
@@ -149,12 +161,27 @@ class ActRepository(Repository):
             folder = home / name
             folder.mkdir(parents=True)
             (folder / "action.yml").write_text(definition)
-            for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "stand-in"]):
-                identity = ["-c", "user.name=Test", "-c", "user.email=test@example.invalid"]
-                subprocess.run(["git", *identity, *command], cwd=folder, check=True)
+            _commit_all(folder)
 
-    def act(self, event: str, workflow: str, payload: Mapping[str, Any]) -> ActRun:
-        """Run a workflow to its end."""
+    def offer_action(self, reference: str) -> None:
+        """Let workflows use this repository's action from elsewhere, as ``owner/name@commit``."""
+        folder = self.home / "action"
+        shutil.copytree(ROOT / ".github", folder / ".github")
+        shutil.copy(ROOT / "action.yml", folder)
+        _commit_all(folder)
+        self.local[reference] = folder
+
+    def python(self) -> Path:
+        """Return a program that is the test's own interpreter, with its packages."""
+        path = self.home / "python"
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        path.chmod(0o755)
+        return path
+
+    def act(
+        self, event: str, workflow: str, payload: Mapping[str, Any], environ: Mapping[str, str] | None = None
+    ) -> ActRun:
+        """Run a workflow to its end, with nothing of the environment but ``PATH`` and what is given."""
         event_file = self.home / "event.json"
         event_file.write_text(json.dumps(payload))
         command = [ACT, event, "-W", f".github/workflows/{workflow}.yml", "-e", event_file, "--json"]
@@ -162,7 +189,9 @@ class ActRepository(Repository):
         command += ["--env", f"ACT_STORE={self.store}"]
         for pin in self.pins():
             command += ["--local-repository", f"{pin}={self.home / pin.split('@')[0]}"]
-        environment = {"HOME": str(self.home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+        for reference, folder in self.local.items():
+            command += ["--local-repository", f"{reference}={folder}"]
+        environment = {"HOME": str(self.home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8", **(environ or {})}
         done = subprocess.run(
             [str(part) for part in command],
             cwd=self.root,
@@ -175,15 +204,29 @@ class ActRepository(Repository):
         )
         return _read(done)
 
+    def end_run(self, run_id: int) -> None:
+        """Put the artifacts where another run finds them by the run's id, and begin with none."""
+        self.store.rename(self.store.parent / f"run-{run_id}")
+
+    def unpack(self, artifact: Path) -> None:
+        """Unpack an artifact over the checkout, as ``gh run download --name`` does at the root."""
+        shutil.copytree(artifact, self.root, dirs_exist_ok=True)
+
     def pins(self) -> set[str]:
         """The actions that workflows and actions use from elsewhere, with their pins."""
         lines = [
             line.split("uses:")[1].split("#")[0].strip()
-            for path in [*self.root.glob(".github/**/*.yml"), self.root / "action.yml"]
+            for path in [*(ROOT / ".github").glob("**/*.yml"), ROOT / "action.yml"]
             for line in path.read_text().splitlines()
             if "uses:" in line
         ]
         return {line for line in lines if line.split("@")[0] in STAND_INS}
+
+
+def _commit_all(folder: Path) -> None:
+    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.invalid"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "all"]):
+        subprocess.run(["git", *identity, *command], cwd=folder, check=True)
 
 
 def _read(done: subprocess.CompletedProcess[str]) -> ActRun:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import re
 import shutil
@@ -11,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from repositories import Repository, Result
+from rich.console import Console
 from test_environment import Checkout
 
+from e2e_registry.comparison import TestVerdict
+from e2e_registry.comparison.merged import MergedResults, MergedVerdict
+from e2e_registry.reports.github import change_summary, summary, workflow_commands
 from e2e_registry.reports.markdown import code, preformatted, text
+from e2e_registry.reports.merged import print_merged
 
 TEST = "tests/e2e/test_stub.py"
 PORTABLE = "cpu-x86_64-portable"
@@ -362,6 +370,46 @@ def test_markdown_of_any_text_is_one_literal_line(value: str) -> None:
     assert shown == value if value.isprintable() else shown.isprintable()
     rendered = text(value)
     assert not set(re.sub(r"&#\d+;", "", rendered)) & set("`|<>*_[]()#+-.!~\\:@&\n")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.just(HOSTILE),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def damaged_entry(draw: st.DrawFn) -> dict[str, Any]:
+    """A result that a hostile job might leave: of the right shape, with anything at all in a few places."""
+    whole: dict[str, Any] = json.loads(json.dumps(hostile_entry()))
+
+    def damage(value: Any, depth: int = 0) -> Any:
+        if draw(st.integers(0, 9)) == 0 and depth:
+            return draw(JSON)
+        if isinstance(value, dict):
+            return {key: damage(item, depth + 1) for key, item in value.items()}
+        return [damage(item, depth + 1) for item in value[:2]] if isinstance(value, list) else value
+
+    damaged: dict[str, Any] = damage(whole)
+    return damaged | {"subject": draw(st.text(max_size=8)), "verdict": draw(st.sampled_from(list(TestVerdict))).value}
+
+
+@given(damaged_entry())
+@settings(max_examples=150, deadline=None)
+def test_whatever_a_result_holds_the_report_is_whole(result: dict[str, Any]) -> None:
+    verdict = MergedVerdict(
+        test=result["subject"], platform=HOSTILE, verdict=TestVerdict(result["verdict"]), result=result
+    )
+    merged = MergedResults(verdicts=[verdict], warnings=[HOSTILE])
+    tags = Tags(summary(merged, next_step=HOSTILE))
+    assert set(tags.opened) <= {"code", "details", "summary", "pre"}
+    assert not tags.depth
+    assert all("\n" not in command for command in workflow_commands(merged))
+    console = Console(file=io.StringIO(), width=80)
+    print_merged(merged, console)
+    change = {"action": "updated", "change": result.get("comparison"), **result}
+    assert not Tags(change_summary([change], {HOSTILE: HOSTILE})).depth
 
 
 def test_reports_are_bounded(planned: Repository) -> None:

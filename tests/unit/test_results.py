@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from repositories import Repository, stable
+from test_cli_check import processes_running
 
 from e2e_registry.operations.results import results_schema
 
@@ -212,3 +218,146 @@ def test_each_verdict_alone_ends_the_command_with_its_code(fleet: Repository) ->
         assert result.code == code, name
         assert f"{verdict}  tests/e2e/test_{name}.py" in result.out
         assert read_results(fleet)["exit_code"] == code
+
+
+# ------------------------------------------------------------------------------------------------ ended checks
+
+SLEEPING = """
+    import os, pathlib, time
+    from e2e_registry import MetricRecorder
+    with MetricRecorder() as recorder:
+        recorder.log({"train/loss": 1.0}, step=0)
+        pathlib.Path(os.environ["MARKS"], str(os.getpid())).touch()
+        time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "why"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_during_a_suite_leaves_partial_results_and_no_process(
+    repository: Repository, tmp_path: Path, signum: int, code: int, why: str
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    repository.record()
+    repository.write_recipe(body=SLEEPING, name="sleeping.py")
+    for name in ("test_t1", "test_t2", "test_t3"):
+        repository.write_test(name, script="scripts/sleeping.py", env={"MARKS": str(marks)})
+    repository.write_test("test_stub", est_time=90)  # the longest starts first
+    command = [sys.executable, "-m", "e2e_registry", "check", "--all", "--jobs", "2"]
+    check = subprocess.Popen(command, cwd=repository.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(list(marks.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    during = read_results(repository)
+    check.send_signal(signum)
+    _, err = check.communicate(timeout=60)
+    assert (check.returncode, "Traceback" in err) == (code, False), err
+    assert (during["status"], during["why_partial"], len(during["tests"])) == ("partial", "running", 1)
+    after = read_results(repository)
+    assert (after["status"], after["why_partial"]) == ("partial", why)
+    assert outcomes(after) == {"stub": ("match", 0), "t1": ("incomplete", 4), "t2": ("incomplete", 4)}
+    assert after["not_run"] == ["tests/e2e/test_t3.py"]
+    assert (repository.root / after["tests"][1]["run"] / "metrics.main.rank0.jsonl").stat().st_size
+    assert not processes_running(repository.root)
+    junit = ElementTree.parse(repository.root / ".e2e_runs/junit.xml").getroot()
+    assert [child.attrib["type"] for child in junit.iter("error")] == ["incomplete", "incomplete", "not-run"]
+
+
+def test_fail_fast_starts_no_further_test_and_is_not_the_default(repository: Repository) -> None:
+    repository.record()
+    repository.write_recipe(body="raise SystemExit(1)", name="failing.py")
+    repository.write_test("test_failing", script="scripts/failing.py")
+    assert repository.cli("check", "--all").code == 4
+    assert len(read_results(repository)["tests"]) == 2
+    result = repository.cli("check", "--all", "--fail-fast")
+    assert result.code == 4
+    assert "2 tests: 1 failed, 1 not run" in result.out
+    results = read_results(repository)
+    assert (results["status"], results["why_partial"], results["not_run"]) == ("partial", "fail-fast", [TEST])
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_full_disk_during_a_suite_ends_it_with_the_results_that_were_kept(
+    repository: Repository, small_disk: Path, jobs: str
+) -> None:
+    repository.record()
+    filling = f"""
+        import pathlib, time
+        while '"match"' not in pathlib.Path({str(small_disk / "here/results.json")!r}).read_text(): time.sleep(0.05)
+        with open({str(small_disk / "filler")!r}, "wb") as file:
+            try:
+                while file.write(b"0" * 4096): file.flush()
+            except OSError:
+                pass
+    """
+    repository.write_recipe(body=filling, name="filling.py")
+    repository.write_test("test_stub", est_time=90)
+    repository.write_test("test_tfilling", script="scripts/filling.py", est_time=60)
+    repository.write_test("test_tlast")
+    (repository.root / "pyproject.toml").write_text('[tool.e2e_registry]\nrun_folder = "runs/here"\n')
+    (repository.root / "runs").symlink_to(small_disk)
+    result = repository.command("check", "--all", "--jobs", jobs)
+    assert result.code == 6, result.err
+    assert "No space left on device" in result.err
+    assert "Traceback" not in result.err
+    results = json.loads((small_disk / "here/results.json").read_bytes())
+    jsonschema.Draft202012Validator(results_schema()).validate(results)
+    assert results["status"] == "partial"
+    assert outcomes(results)["stub"] == ("match", 0)
+    assert not processes_running(repository.root)
+    assert not list(small_disk.glob("here/.*.tmp"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+# ------------------------------------------------------------------------------------------------ repeats, durations
+
+
+def test_a_mismatch_is_labelled_by_repeats_and_stays_a_mismatch(repository: Repository) -> None:
+    repository.record()
+    assert repository.cli("check", "--all", "--repeat-on-mismatch", "2").code == 0
+    assert len(repository.runs) == 3
+    repository.write_recipe("SCALE = 2.0")
+    repeatable = repository.cli("check", "--all", "--repeat-on-mismatch", "2")
+    assert repeatable.code == 1
+    assert "repeatable: 2 further runs agreed with this one" in repeatable.out
+    (test,) = read_results(repository)["tests"]
+    assert (test["verdict"], test["repeat"]["label"], len(test["repeat"]["runs"])) == ("mismatch", "repeatable", 2)
+    repository.write_recipe("import time; SCALE = time.time_ns()")
+    noisy = repository.cli("check", "--all", "--repeat-on-mismatch", "3")
+    assert noisy.code == 1
+    assert "nondeterministic: run again, it gave other numbers: first train/loss, step 0" in noisy.out
+    (test,) = read_results(repository)["tests"]
+    assert (test["verdict"], test["repeat"]["label"], len(test["repeat"]["runs"])) == (
+        "mismatch",
+        "nondeterministic",
+        1,
+    )
+    assert repository.cli("check", "--all").code == 1
+    assert read_results(repository)["tests"][0]["repeat"] is None
+
+
+def test_measured_durations_stand_beside_the_estimate(repository: Repository) -> None:
+    (before,) = repository.cli("list", "--json").json["tests"]
+    assert before["measured"] is None
+    repository.record()
+    repository.write_recipe(body="raise SystemExit(1)")
+    repository.cli("check", "--all")
+    (after,) = repository.cli("list", "--json").json["tests"]
+    assert after["measured"]["runs"] == 2  # the two that record made; the failed one measures nothing
+    assert 0 < after["measured"]["median_s"] < after["est_time"]
+    assert re.search(r"measured s.*\n.* 5 +\d+\.\d", repository.cli("list").out)

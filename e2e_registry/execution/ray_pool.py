@@ -1,0 +1,307 @@
+"""Runs functions as tasks of a Ray cluster: each with its resources, its progress shown, and ended when asked.
+
+What becomes of a task whose node is lost is Ray's own affair: it runs the task again elsewhere, and the task is told
+which attempt it is. A cluster that was not started here is never stopped, only left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from e2e_registry.errors import LostRunError, UsageError
+from e2e_registry.execution import supervisor
+from e2e_registry.execution.capacity import available_cpus
+from e2e_registry.execution.launcher import Cancellation
+from e2e_registry.execution.working_tree import WorkingTree
+
+#: The address that starts a cluster on this machine.
+LOCAL = "local"
+
+#: Seconds between two looks at what the tasks print, and between two lines that one task sends.
+_SHOW_S = 0.5
+#: Seconds between two looks of a task at whether it was cancelled.
+_CANCEL_S = 0.2
+
+#: Read by Ray's processes when they start here: no usage reports, and no workers in advance.
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
+}
+
+
+class NodeWork(Protocol):
+    """What runs on a node: a function that can be imported there."""
+
+    def __call__(self, order: Any, attempt: Attempt, on_line: Callable[[str], None], cancellation: Cancellation) -> Any:
+        """Do what ``order`` says; both it and the result can be pickled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Where a task runs, and how often it was started.
+
+    Attributes:
+        number: 1, unless Ray lost the node or worker of an earlier attempt.
+        node: Address of the node.
+    """
+
+    number: int
+    node: str
+
+
+class RayPool:
+    """A connection to a cluster, with the working tree on every node that needs it.
+
+    Args:
+        address: As for ``ray.init``; ``local`` starts a cluster on this machine, which ends with the pool.
+        tree: The working directory of the tasks.
+
+    Raises:
+        UsageError: When entered: Ray is not installed, there is no cluster, or the tree is too large.
+    """
+
+    def __init__(self, address: str, tree: WorkingTree) -> None:
+        self._address = address
+        self._tree = tree
+        self._listeners: dict[str, Callable[[str], None]] = {}
+        self._is_closed = threading.Event()
+        self._board: Any = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> RayPool:
+        """Connect."""
+        ray = _import_ray()
+        if ray.is_initialized():
+            raise UsageError("this process is connected to a Ray cluster already", where="--ray")
+        self._scratch = tempfile.TemporaryDirectory(prefix="e2e-registry-")
+        try:
+            self._connect(ray, Path(self._scratch.name) / "tree.zip")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        threading.Thread(target=self._show_lines, daemon=True).start()
+        return self
+
+    def _connect(self, ray: Any, archive: Path) -> None:
+        self._tree.write_zip(archive)
+        own = {}
+        if self._address == LOCAL:
+            os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
+            own = {"num_cpus": available_cpus(), "include_dashboard": False}
+        try:
+            with _keeping_sigterm():
+                ray.init(
+                    address=self._address,
+                    runtime_env={"working_dir": str(archive)},
+                    logging_level=logging.ERROR,
+                    log_to_driver=False,
+                    **own,
+                )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            hint = "give the address of a running cluster, auto, or local to start one"
+            raise UsageError(
+                f"cannot connect to Ray at {self._address!r}: {reason}", where="--ray", hint=hint
+            ) from error
+        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=True
+        )
+        self._board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here, max_restarts=-1).remote()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the cluster; one that was started here ends."""
+        self._is_closed.set()
+        if self._scratch is not None:
+            self._scratch.cleanup()
+        _import_ray().shutdown()
+
+    def greatest(self, resource: str) -> int:
+        """Return the most that one node has of ``CPU`` or ``GPU``."""
+        nodes = _import_ray().nodes()
+        return max((int(node["Resources"].get(resource, 0)) for node in nodes if node["Alive"]), default=0)
+
+    def run(
+        self,
+        work: NodeWork,
+        order: Any,
+        *,
+        name: str,
+        num_cpus: int,
+        num_gpus: int,
+        on_line: Callable[[str], None] | None,
+        cancellation: Cancellation | None,
+    ) -> Any:
+        """Run ``work`` on a node with room for it, and wait; from any thread.
+
+        Args:
+            work: What runs.
+            order: Given to it.
+            name: Of the task, in Ray's own lists.
+            num_cpus: Cores that the task is given.
+            num_gpus: GPUs that the task is given, by ``CUDA_VISIBLE_DEVICES``.
+            on_line: Called with the latest line now and then.
+            cancellation: Ends the task; what it started on the node is ended first.
+
+        Raises:
+            LostRunError: It was cancelled, or its node was lost more often than Ray tries again.
+            UsageError: The node could not be prepared, as without this package on it.
+            RegistryError: What ``work`` raised.
+        """
+        ray = _import_ray()
+        key = secrets.token_hex(8)
+        remote = ray.remote(_do).options(num_cpus=num_cpus, num_gpus=num_gpus, name=name)
+        with self._listening(key, on_line):
+            ref = remote.remote(work, order, self._board, key)
+
+            def cancel(how: bytes) -> None:
+                ray.cancel(ref, force=how == supervisor.KILL, recursive=True)
+
+            with (cancellation or Cancellation()).calling(cancel):
+                return _result(ray, ref)
+
+    @contextlib.contextmanager
+    def _listening(self, key: str, on_line: Callable[[str], None] | None) -> Iterator[None]:
+        if on_line is not None:
+            self._listeners[key] = on_line
+        try:
+            yield
+        finally:
+            self._listeners.pop(key, None)
+
+    def _show_lines(self) -> None:
+        ray = _import_ray()
+        while not self._is_closed.wait(_SHOW_S):
+            try:
+                lines = ray.get(self._board.take.remote(), timeout=10)
+            except Exception:  # noqa: BLE001, S112  # progress that is not shown is no reason to fail
+                continue
+            for key, line in lines.items():
+                listener = self._listeners.get(key)
+                if listener is not None:
+                    listener(line)
+
+
+class Board:
+    """Where tasks leave their latest line, and count their attempts; an actor beside the driver."""
+
+    def __init__(self) -> None:
+        self._attempts: Counter[str] = Counter()
+        self._lines: dict[str, str] = {}
+
+    def begin(self, key: str) -> int:
+        """Count an attempt of a task and return its number."""
+        self._attempts[key] += 1
+        return self._attempts[key]
+
+    def show(self, key: str, line: str) -> None:
+        """Take a task's latest line."""
+        self._lines[key] = line
+
+    def take(self) -> dict[str, str]:
+        """Return the latest line of each task that has printed since the last time."""
+        lines, self._lines = self._lines, {}
+        return lines
+
+
+@contextlib.contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Keep the process's SIGTERM handler: Ray's own would end a driver before what it has started is ended."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise UsageError("Ray is not installed", where="--ray", hint="pip install 'e2e-registry[recipes]'") from error
+    return ray
+
+
+def _result(ray: Any, ref: Any) -> Any:
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if cause is None or isinstance(cause, KeyboardInterrupt):
+            raise LostRunError("the task was cancelled") from error
+        raise cause from None
+    except ray.exceptions.TaskCancelledError as error:
+        raise LostRunError("the task was cancelled") from error
+    except (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.TaskUnschedulableError) as error:
+        raise UsageError(f"a node could not be prepared: {_last_line(error)}", where="--ray") from error
+    except ray.exceptions.RayError as error:
+        raise LostRunError(f"Ray gave the task up: {_last_line(error)}") from error
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _do(work: NodeWork, order: Any, board: Any, key: str) -> Any:
+    """Run on a node. The work has a thread of its own: Ray interrupts the main thread of a task that is cancelled.
+
+    That interrupt is seen between two instructions of Python alone, so the main thread must not sleep in a call.
+    """
+    ray = _import_ray()
+    attempt = Attempt(ray.get(board.begin.remote(key)), ray.util.get_node_ip_address())
+    cancellation = Cancellation()
+    outcome: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work(order, attempt, _Throttle(lambda line: board.show.remote(key, line)), cancellation))
+        except BaseException as error:  # noqa: BLE001  # raised again by the main thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_CANCEL_S)
+    except KeyboardInterrupt:
+        cancellation.cancel()
+        thread.join()
+        raise
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+class _Throttle:
+    """Passes on one line in :data:`_SHOW_S` at most."""
+
+    def __init__(self, send: Callable[[str], object]) -> None:
+        self._send = send
+        self._next = 0.0
+
+    def __call__(self, line: str) -> None:
+        now = time.monotonic()
+        if line.strip() and now >= self._next:
+            self._next = now + _SHOW_S
+            self._send(line[:400])

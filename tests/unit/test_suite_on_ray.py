@@ -1,0 +1,227 @@
+"""``check --ray`` on a cluster of two nodes: verdicts as here, a lost node, signals, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repositories import Repository
+from test_cli_check import processes_running
+from test_results import comparable, outcomes, read_results
+
+pytestmark = pytest.mark.slow
+
+#: In the environment of the nodes and not in the caller's: had a recipe one of them, its run would be incomparable.
+OF_THE_NODES = {"MKL_CBWR": "AUTO", "OMP_NUM_THREADS": "3", "PYTHONHASHSEED": "77", "ATEN_CPU_CAPABILITY": "avx2"}
+
+#: Logs what its environment is: what the caller stated, what the profile pins, and nothing of Ray.
+ENVIRONMENT_RECIPE = """
+    import os
+    from e2e_registry import MetricRecorder
+    ours = ("E2E_", "PYTHONUNBUFFERED", "PWD", "OLDPWD", "_")
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    with MetricRecorder() as recorder:
+        for name in ("OMP_NUM_THREADS", "MKL_CBWR", "PYTHONHASHSEED", "STATED", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"):
+            recorder.log_digest(f"env/{name}", os.environ.get(name, "unset").encode(), step=0)
+        recorder.log_digest("env/all", repr(sorted(variables)).encode(), step=0)
+        recorder.log_digest("file/link", open("data/link.txt", "rb").read(), step=0)
+        recorder.log({"file/executable": os.access("data/tool.sh", os.X_OK), "ignored": os.path.exists("big")}, step=0)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes of one core each."""
+    from ray.cluster_utils import Cluster
+
+    before = {name: os.environ.get(name) for name in OF_THE_NODES}
+    os.environ.update(OF_THE_NODES)
+    try:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        cluster.add_node(num_cpus=1)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    yield cluster
+    cluster.shutdown()
+
+
+def start(repository: Repository, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "e2e_registry", "check", "--all", *arguments]
+    return subprocess.Popen(command, cwd=repository.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.1)
+
+
+def test_verdicts_are_those_of_this_machine(
+    repository: Repository, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STATED_BY_THE_CALLER", "a value")
+    data = repository.root / "data"
+    data.mkdir()
+    (data / "file.txt").write_text("content")
+    (data / "link.txt").symlink_to("file.txt")
+    (data / "tool.sh").write_text("#!/bin/sh\n")
+    (data / "tool.sh").chmod(0o755)
+    repository.commit()
+    (repository.root / ".gitignore").write_text(".e2e_runs/\n__pycache__/\nbig\n")
+    (repository.root / "big").write_bytes(b"0" * 2**20)
+    repository.write_recipe(body=ENVIRONMENT_RECIPE, name="environment.py")
+    stated = {"STATED": "${STATED_BY_THE_CALLER}"}
+    judged, observed = ["env/*", "file/*"], ["ignored"]
+    repository.write_test(
+        "test_environment", script="scripts/environment.py", metrics=judged, observe=observed, env=stated
+    )
+    repository.write_test("test_changed", script="scripts/changed.py")
+    repository.write_recipe(name="changed.py")
+    assert repository.command("record", "--all", "--runs", "1").code == 0
+    repository.write_recipe("SCALE = 2.0", name="changed.py")
+    repository.write_recipe(body="print('on fire'); raise SystemExit(3)", name="failing.py")
+    repository.write_test("test_failing", script="scripts/failing.py")
+    repository.write_test("test_new", num_cpus=64)
+    repository.write_test("test_unset", args=["${E2E_NO_SUCH_VARIABLE}"])
+    repository.write_test("test_gpu", num_gpus=64, profile="cuda")
+    repository.write_test("test_disabled", disabled="for now")
+    repository.write_test(
+        "test_quarantined", script="scripts/failing.py", quarantine={"reason": "x", "until": "2999-01-01"}
+    )
+    here = repository.command("check", "--all", "--json")
+    local = read_results(repository)
+    there = repository.command("check", "--all", "--json", "--ray", cluster.address)
+    remote = read_results(repository)
+    assert there.code == here.code == 2, there.err
+    expected = {"environment": "match", "stub": "match", "changed": "mismatch", "failing": "failed"}
+    assert {name: outcomes(remote)[name][0] for name in expected} == expected
+    assert outcomes(remote) == outcomes(local)
+    # What git ignores is not sent; all else that a check concludes is equal.
+    assert (ignored_differs(local), ignored_differs(remote)) == (0, 1)
+    names = [test["subject"] for test in local["tests"]]
+    for name, mine, theirs in zip(names, comparable(local), comparable(remote), strict=True):
+        if "test_environment" in name:
+            mine.pop("comparison"), theirs.pop("comparison")
+        assert mine == theirs, name
+    for test in remote["tests"]:
+        if test["run"] is not None:
+            assert (repository.root / test["run"] / "output.log").exists()
+            assert test["node"]
+            assert test["attempts"] == 1
+    (new,) = (test for test in remote["tests"] if "test_new" in test["subject"])
+    assert any("num_cpus=64" in warning for warning in new["warnings"])
+    facts = [
+        json.loads((repository.root / run_of(results, "new") / "run.json").read_text()) for results in (local, remote)
+    ]
+    assert facts[0]["source"] == facts[1]["source"]
+    assert facts[0]["source"]["source_tree"]
+
+
+def ignored_differs(results: Any) -> int:
+    (test,) = (test for test in results["tests"] if "test_environment" in test["subject"])
+    (series,) = (series for series in test["comparison"]["series"] if series["metric"] == "ignored")
+    return series["differing"]
+
+
+def run_of(results: Any, name: str) -> str:
+    (test,) = (test for test in results["tests"] if test["subject"] == f"tests/e2e/test_{name}.py")
+    return test["run"]
+
+
+def test_a_lost_node_costs_a_second_attempt_and_no_verdict(
+    repository: Repository, cluster: Any, tmp_path: Path
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    # Waits at its first attempt, until the test says go; a second attempt finds its mark and does not wait.
+    waiting = (
+        f"import os, time, pathlib; name = os.environ['NAME']; mark = pathlib.Path({str(marks)!r}, name)\n"
+        "is_first = not mark.exists(); mark.write_text(str(os.getppid()))\n"
+        f"while is_first and not os.path.exists({str(marks / 'go')!r}): time.sleep(0.05)\n"
+    )
+    names = [f"test_{letter}" for letter in "abcdef"]
+    (repository.root / "tests/e2e/test_stub.py").unlink()
+    for name in names:
+        repository.write_test(name, env={"NAME": name})
+    assert repository.command("record", "--all", "--runs", "1").code == 0
+    repository.write_recipe(waiting)
+    node = next(node for node in cluster.worker_nodes)
+    check = start(repository, "--ray", cluster.address, "--json")
+    try:
+        wait_for(lambda: len(list(marks.iterdir())) == 2)
+        cluster.remove_node(node, allow_graceful=False)
+        (marks / "go").touch()
+        out, err = check.communicate(timeout=180)
+    finally:
+        check.kill()
+        cluster.add_node(num_cpus=1)
+    results = json.loads(out)
+    assert check.returncode == 0, err
+    assert [test["verdict"] for test in results["tests"]] == ["match"] * len(names)
+    assert sorted(test["attempts"] for test in results["tests"]) == [1, 1, 1, 1, 1, 2]
+    (lost,) = (test for test in results["tests"] if test["attempts"] == 2)
+    assert any("attempt 2" in warning for warning in lost["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "why"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_ends_what_runs_on_the_nodes_and_leaves_the_cluster(
+    repository: Repository, cluster: Any, tmp_path: Path, signum: int, code: int, why: str
+) -> None:
+    import psutil
+
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    body = f"import os, time; open({str(marks)!r} + '/' + str(os.getpid()), 'w'); time.sleep(300)"
+    repository.write_recipe(body=body)
+    repository.write_test("test_second")
+    repository.write_test("test_third")
+    check = start(repository, "--ray", cluster.address)
+    try:
+        wait_for(lambda: len(list(marks.iterdir())) == 2)
+        check.send_signal(signum)
+        _, err = check.communicate(timeout=60)
+    finally:
+        check.kill()
+    assert check.returncode == code, err
+    assert "Traceback" not in err
+    results = read_results(repository)
+    assert (results["status"], results["why_partial"]) == ("partial", why)
+    assert {test["verdict"] for test in results["tests"]} == {"incomplete"}
+    wait_for(lambda: not any(psutil.pid_exists(int(mark.name)) for mark in marks.iterdir()), 20)
+    assert not processes_running(repository.root)
+    repository.write_recipe()
+    assert repository.command("check", "--test", "tests/e2e/test_stub.py", "--ray", cluster.address).code == 3
+
+
+def test_what_cannot_be_sent_or_reached_is_refused(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = repository.command(
+        "check", "--all", "--ray", "127.0.0.1:1", env={"RAY_gcs_rpc_server_connect_timeout_s": "1"}
+    )
+    assert nobody.code == 2
+    assert "--ray: cannot connect to Ray at '127.0.0.1:1'" in nobody.err
+    assert "Traceback" not in nobody.err
+    with (repository.root / "weights.bin").open("wb") as file:
+        file.truncate(257 * 2**20)
+    large = repository.cli("check", "--all", "--ray", "local")
+    assert large.code == 2
+    assert "weights.bin (257.0 MiB)" in large.err
+
+
+def test_a_cluster_that_was_started_here_ends_with_the_check(repository: Repository) -> None:
+    repository.record()
+    result = repository.command("check", "--all", "--ray", "local")
+    assert result.code == 0, result.err
+    assert "match  tests/e2e/test_stub.py  cpu-x86_64-portable  on " in result.out
+    assert not processes_running(repository.root)
