@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from e2e_registry.comparison import Assessment
     from e2e_registry.config import Settings
     from e2e_registry.operations.machines import LocalMachine, Machine
-    from e2e_registry.operations.selection import Selection
-    from e2e_registry.registration import Registration
 
 Jobs = Annotated[
     int | None,
@@ -67,8 +65,10 @@ def check(
     json: options.Json = False,
 ) -> None:
     """Run tests and compare them with their standards, bit for bit."""
+    from e2e_registry.errors import NothingSelectedError
     from e2e_registry.operations.machines import LocalMachine
     from e2e_registry.operations.results import Results
+    from e2e_registry.operations.selection import select
     from e2e_registry.operations.suite import SuiteOptions, check_suite
     from e2e_registry.reports.console import make_console, print_summary
 
@@ -82,38 +82,30 @@ def check(
         match_all_labels=match_all_labels,
         partition=partition,
     )
-    registrations = _select(settings, selection, allow_empty=allow_empty)
+    try:
+        registrations = select(settings, **selection)
+    except NothingSelectedError:
+        Results(settings, [], selection, allow_empty=allow_empty).end(None)  # those of an earlier check are out of date
+        if not allow_empty:
+            raise
+        registrations = []
     tests = [registration.test_id for registration in registrations]
     results = Results(settings, tests, selection, allow_empty=allow_empty)
     console = make_console()
     local = LocalMachine(gpu_wait_s=gpu_wait, allows_busy_gpus=allow_busy_gpus)
     jobs = jobs or (1 if ray is None else max(len(registrations), 1))
-    with _machine(ray, settings, local) as machine, SuiteProgress(len(registrations)) as progress:
-        check_suite(
-            registrations,
-            settings,
-            results,
-            _Listener(progress, None if json else console, all_metrics=all_metrics),
-            options=SuiteOptions(jobs=jobs, fail_fast=fail_fast, repeats=repeat_on_mismatch),
-            machine=machine,
-        )
-    if json:
-        print_json(results.to_json())
-    elif len(registrations) > 1:
-        print_summary(results.assessments, console, num_not_run=len(results.not_run))
+    choices = SuiteOptions(jobs=jobs, fail_fast=fail_fast, repeats=repeat_on_mismatch)
+    with _machine(ray, settings, local) as machine:
+        try:
+            with SuiteProgress(len(registrations)) as progress:
+                listener = _Listener(progress, None if json else console, all_metrics=all_metrics)
+                check_suite(registrations, settings, results, listener, options=choices, machine=machine)
+        finally:  # a check that is ended shows what it knows, too
+            if json:
+                print_json(results.to_json())
+            elif len(registrations) > 1:
+                print_summary(results.assessments, console, num_not_run=len(results.not_run))
     raise typer.Exit(results.exit_code)
-
-
-def _select(settings: Settings, selection: Selection, *, allow_empty: bool) -> list[Registration]:
-    from e2e_registry.errors import NothingSelectedError
-    from e2e_registry.operations.selection import select
-
-    try:
-        return select(settings, **selection)
-    except NothingSelectedError:
-        if not allow_empty:
-            raise
-        return []
 
 
 def _machine(ray: str | None, settings: Settings, local: LocalMachine) -> AbstractContextManager[Machine]:

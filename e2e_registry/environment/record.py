@@ -40,6 +40,7 @@ def launch_facts(
     profile: str | None = None,
     origins: Mapping[str, str] | None = None,
     exclude: Sequence[Path] = (),
+    source: Mapping[str, Any] | None = None,
 ) -> Facts:
     """Return what the launcher knows of a run before it starts, for ``run.json`` and :func:`compose`.
 
@@ -54,6 +55,7 @@ def launch_facts(
         profile: Name of the determinism profile.
         origins: Variable to who decided its value (:class:`~e2e_registry.determinism.variables.Origin`).
         exclude: What is no source: see :func:`~e2e_registry.environment.source_facts`.
+        source: The source facts, if they are known already.
 
     Raises:
         StorageError: The script cannot be read.
@@ -62,7 +64,7 @@ def launch_facts(
         "recipe": recipe_facts(root, test=test, script=script, command=command, args=args, env=env, seed=seed),
         "profile": profile,
         "origins": dict(origins or {}),
-        "source": source_facts(root, exclude),
+        "source": dict(source_facts(root, exclude) if source is None else source),
     }
 
 

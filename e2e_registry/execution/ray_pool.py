@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from e2e_registry.errors import LostRunError, UsageError
+from e2e_registry.errors import LostRunError, RegistryError, UsageError
 from e2e_registry.execution import supervisor
 from e2e_registry.execution.capacity import available_cpus
 from e2e_registry.execution.launcher import Cancellation
@@ -245,10 +245,14 @@ def _result(ray: Any, ref: Any) -> Any:
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
-        cause = getattr(error, "cause", None)
-        if cause is None or isinstance(cause, KeyboardInterrupt):
+        if isinstance(error.cause, KeyboardInterrupt):
             raise LostRunError("the task was cancelled") from error
-        raise cause from None
+        if isinstance(error.cause, RegistryError):
+            raise error.cause from None
+        if isinstance(error.cause, ImportError) or "failed to import" in str(error):
+            hint = "every node needs e2e-registry and what the recipes import, in the version that is here"
+            raise UsageError(f"a node cannot run tests: {_last_line(error)}", where="--ray", hint=hint) from error
+        raise
     except ray.exceptions.TaskCancelledError as error:
         raise LostRunError("the task was cancelled") from error
     except (ray.exceptions.RuntimeEnvSetupError, ray.exceptions.TaskUnschedulableError) as error:

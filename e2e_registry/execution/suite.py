@@ -89,7 +89,8 @@ class Schedule(Generic[T, R]):
     def drain(self) -> Iterator[tuple[T, R]]:
         """End what runs, start nothing, and yield what still came to a result.
 
-        A KeyboardInterrupt here makes the tasks end faster; a second one leaves them to their supervisors and passes.
+        A signal here (CI systems send SIGTERM some seconds after SIGINT) makes the tasks end faster; a second one
+        leaves them to their supervisors, and what its handler raises passes.
         """
         self.stop_starting()
         self._cancellation.cancel()
@@ -98,7 +99,7 @@ class Schedule(Generic[T, R]):
         while self._running:
             try:
                 end = self._wait()
-            except KeyboardInterrupt:
+            except BaseException:  # whatever a signal handler raises
                 if has_hastened:
                     raise
                 has_hastened = True

@@ -23,6 +23,7 @@ from typing import Any
 from e2e_registry import __version__
 from e2e_registry.config import Settings
 from e2e_registry.determinism.variables import ChildEnvironment, is_captured
+from e2e_registry.environment import source_facts
 from e2e_registry.errors import StorageError, UsageError
 from e2e_registry.execution.capacity import Lease
 from e2e_registry.execution.gpus import VISIBLE_VARIABLE, visible_gpus, wait_until_empty
@@ -95,7 +96,9 @@ class RayCluster:
     def __init__(self, address: str, settings: Settings, machine: LocalMachine) -> None:
         self._settings = settings
         self._machine = machine
-        self._tree = read_working_tree(settings.root, [settings.standards_dir, settings.run_dir])
+        excluded = [settings.standards_dir, settings.run_dir]
+        self._tree = read_working_tree(settings.root, excluded)
+        self._source = source_facts(settings.root, excluded)  # of what is sent, whatever is edited meanwhile
         self._pool = RayPool(address, self._tree)
 
     def __enter__(self) -> RayCluster:
@@ -162,7 +165,7 @@ class RayCluster:
         return NodeOrder(
             registration=registration,
             settings=settings,
-            facts=declared_facts(registration, settings),
+            facts=declared_facts(registration, settings, source=self._source),
             variables={name: value for name, value in os.environ.items() if is_captured(name) or name in names},
             python_path=[path.relative_to(top).as_posix() for path in paths if path.is_relative_to(top)],
             root=settings.root.resolve().relative_to(top.resolve()).as_posix(),

@@ -276,14 +276,26 @@ def unpinned_environment(
     return ChildEnvironment(known, variables, tuple(settings), registration)
 
 
-def declared_facts(registration: Registration, settings: Settings) -> dict[str, Any]:
-    """Return what a test declares of its recipe, as a run of it records it, and the source tree as it is now.
+def declared_facts(
+    registration: Registration, settings: Settings, *, source: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what a test declares of its recipe, as a run of it records it, and the source tree.
+
+    Args:
+        registration: The test.
+        settings: The repository's settings.
+        source: The source facts that hold for the run; by default those of the tree as it is now.
 
     Raises:
         StorageError: The script cannot be read.
     """
-    exclude = [settings.standards_dir, settings.run_dir]
-    return launch_facts(settings.root, **_declaration(registration), profile=registration.profile, exclude=exclude)
+    return launch_facts(
+        settings.root,
+        **_declaration(registration),
+        profile=registration.profile,
+        exclude=[settings.standards_dir, settings.run_dir],
+        source=source,
+    )
 
 
 def declared_recipe(registration: Registration, settings: Settings) -> dict[str, Any]:

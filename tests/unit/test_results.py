@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -232,6 +233,10 @@ SLEEPING = """
 """
 
 
+#: Ends nothing by itself at the first request.
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
 @pytest.mark.parametrize(
     ("signum", "code", "why"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
@@ -245,24 +250,45 @@ def test_a_signal_during_a_suite_leaves_partial_results_and_no_process(
     for name in ("test_t1", "test_t2", "test_t3"):
         repository.write_test(name, script="scripts/sleeping.py", env={"MARKS": str(marks)})
     repository.write_test("test_stub", est_time=90)  # the longest starts first
-    command = [sys.executable, "-m", "e2e_registry", "check", "--all", "--jobs", "2"]
+    command = [sys.executable, "-m", "e2e_registry", "check", "--all", "--jobs", "2", "--json"]
     check = subprocess.Popen(command, cwd=repository.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while len(list(marks.iterdir())) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     during = read_results(repository)
     check.send_signal(signum)
-    _, err = check.communicate(timeout=60)
+    out, err = check.communicate(timeout=60)
     assert (check.returncode, "Traceback" in err) == (code, False), err
     assert (during["status"], during["why_partial"], len(during["tests"])) == ("partial", "running", 1)
     after = read_results(repository)
     assert (after["status"], after["why_partial"]) == ("partial", why)
+    assert json.loads(out) == after
     assert outcomes(after) == {"stub": ("match", 0), "t1": ("incomplete", 4), "t2": ("incomplete", 4)}
     assert after["not_run"] == ["tests/e2e/test_t3.py"]
     assert (repository.root / after["tests"][1]["run"] / "metrics.main.rank0.jsonl").stat().st_size
     assert not processes_running(repository.root)
     junit = ElementTree.parse(repository.root / ".e2e_runs/junit.xml").getroot()
     assert [child.attrib["type"] for child in junit.iter("error")] == ["incomplete", "incomplete", "not-run"]
+
+
+def test_a_second_signal_hastens_the_end_and_the_results_are_written_all_the_same(
+    repository: Repository, tmp_path: Path
+) -> None:
+    repository.write_recipe(body=STUBBORN + textwrap.dedent(SLEEPING))
+    repository.write_test(env={"MARKS": str(tmp_path)})
+    command = [sys.executable, "-m", "e2e_registry", "check", "--all"]
+    check = subprocess.Popen(command, cwd=repository.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not [path for path in tmp_path.iterdir() if path.name.isdigit()] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    check.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    check.send_signal(signal.SIGTERM)
+    _, err = check.communicate(timeout=60)
+    assert (check.returncode, "Traceback" in err) == (130, False), err
+    results = read_results(repository)
+    assert (results["why_partial"], outcomes(results)) == ("interrupted", {"stub": ("incomplete", 4)})
+    assert not processes_running(repository.root)
 
 
 def test_fail_fast_starts_no_further_test_and_is_not_the_default(repository: Repository) -> None:

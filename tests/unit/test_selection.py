@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -88,7 +89,11 @@ def test_the_partitions_of_a_check_hold_every_test_once(labelled: Repository) ->
         assert sorted(name for part in parts for name in part) == ["always", "both", "other", "sft"]
     empty = labelled.cli("check", "--all", "--partition", "9/9")
     assert (empty.code, "partition 9/9 is empty" in empty.err) == (5, True)
+    results = labelled.root / ".e2e_runs/results.json"
+    assert json.loads(results.read_text())["exit_code"] == 5
     assert labelled.cli("check", "--all", "--partition", "9/9", "--allow-empty").code == 0
+    found = json.loads(results.read_text())
+    assert (found["status"], found["exit_code"], found["partition"], found["tests"]) == ("complete", 0, "9/9", [])
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +127,12 @@ def test_three_hundred_tests_in_one_to_sixteen_partitions(template: Registration
     tests = make_tests(template, [1 + (n * 7919) % 97 + n % 3 / 10 for n in range(300)])
     for count in range(1, 17):
         check_partitions(tests, count)
+
+
+def test_the_longest_go_first_and_ties_by_id(template: Registration) -> None:
+    tests = make_tests(template, [1, 1, 1, 1, 4, 4])
+    names = [[test.test_id[-6:-3] for test in part] for part in partition(tests, 3)]
+    assert names == [["004"], ["005"], ["000", "001", "002", "003"]]
 
 
 @given(
