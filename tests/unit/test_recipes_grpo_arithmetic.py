@@ -281,6 +281,22 @@ def test_an_engine_in_bfloat16_is_measured(script: ModuleType, tmp_path: Path) -
     assert values(rounded, "train/ratio_max")[0] > 1.0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"forward_dtype": "bf16"}, id="bf16"),
+        pytest.param({"forward_dtype": "bf16", "dtype_override": ["*norm*=fp32"]}, id="bf16, norms in fp32"),
+        pytest.param({"attn_implementation": "eager"}, id="eager attention"),
+    ],
+)
+def test_trainer_and_engine_agree_whatever_both_compute_in(
+    script: ModuleType, baseline: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    other = run(script, tmp_path / "other", **SMALL, **options)
+    assert values(other, "train/train_rescored_logprob_abs_diff_max") == [0.0, 0.0]
+    assert compare_runs(other, baseline).failing != (), "the option changes nothing"
+
+
 def test_smaller_forward_passes_draw_the_same_responses(script: ModuleType, baseline: Path, tmp_path: Path) -> None:
     smaller = run(script, tmp_path / "smaller", **SMALL, micro_batch_size=8)
     failing = {series.key.metric for series in compare_runs(smaller, baseline).failing}
