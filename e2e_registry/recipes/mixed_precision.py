@@ -44,34 +44,50 @@ def regions(model: nn.Module, policy: DtypePolicy) -> dict[str, Precision]:
     """Return the largest modules all of whose parameters compute in one dtype that is not the model's, by name.
 
     Raises:
-        UsageError: A pattern matches no parameter, the whole model, or only a part of a module's own parameters.
+        UsageError: A pattern matches no parameter, the whole model, a part of a module's own parameters, or one that is
+            tied to another module's.
     """
     resolved = policy.compute_dtypes(name for name, _ in model.named_parameters())
     found: dict[str, Precision] = {}
     for prefix, module in model.named_modules():
         is_container = type(module).forward is nn.Module.forward  # nobody calls it, so nothing could be converted
-        if is_container or _is_inside(prefix, found):
+        if is_container or _region_of(prefix, found) is not None:
             continue
-        owned = [name for name in resolved if name.startswith(f"{prefix}.") or not prefix]
-        if {resolved[name] for name in owned} - {policy.forward} and len({resolved[name] for name in owned}) == 1:
-            found[prefix] = resolved[owned[0]]
+        dtypes = {dtype for name, dtype in resolved.items() if not prefix or name.startswith(f"{prefix}.")}
+        if len(dtypes) == 1 and dtypes != {policy.forward}:
+            found[prefix] = dtypes.pop()
     if "" in found:
         raise UsageError(
             f"the overrides take every parameter to {found['']}", where=OVERRIDE_FLAG, hint="give --forward-dtype"
         )
     for name, dtype in resolved.items():
-        if dtype != policy.forward and not _is_inside(name, found):
+        if dtype != policy.forward and _region_of(name, found) is None:
             owner = name.rpartition(".")[0] or "the model itself"
             raise UsageError(
                 f"{name!r} cannot compute in {dtype} while other parameters of its module, {owner}, do not",
                 where=OVERRIDE_FLAG,
                 hint=f"give a pattern that matches all parameters of {owner}, or none",
             )
+    _refuse_torn_ties(model, found)
     return found
 
 
-def _is_inside(name: str, found: Mapping[str, Precision]) -> bool:
-    return any(name.startswith(f"{region}.") for region in found)
+def _refuse_torn_ties(model: nn.Module, found: Mapping[str, Precision]) -> None:
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    for first, *others in names_of.values():
+        for other in others:
+            if _region_of(first, found) != _region_of(other, found):
+                raise UsageError(
+                    f"{first!r} and {other!r} are one parameter, which cannot compute in two dtypes",
+                    where=OVERRIDE_FLAG,
+                    hint="leave tied weights in the dtype of the model",
+                )
+
+
+def _region_of(name: str, found: Mapping[str, Precision]) -> str | None:
+    return next((region for region in found if name.startswith(f"{region}.")), None)
 
 
 def fsdp_policy(prefix: str, found: Mapping[str, Precision], policy: DtypePolicy) -> MixedPrecisionPolicy:
@@ -85,7 +101,7 @@ def fsdp_policy(prefix: str, found: Mapping[str, Precision], policy: DtypePolicy
         found: What :func:`regions` returned.
         policy: The model's.
     """
-    within = next((region for region in found if prefix == region or prefix.startswith(f"{region}.")), None)
+    within = prefix if prefix in found else _region_of(prefix, found)
     dtype = policy.forward if within is None else found[within]
     is_region = within == prefix
     return MixedPrecisionPolicy(

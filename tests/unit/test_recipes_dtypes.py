@@ -119,6 +119,7 @@ def test_regions_are_the_largest_modules_of_one_dtype() -> None:
         ("*.norm.weight=fp32", r"'blocks.0.norm.weight' cannot compute in fp32 .* its module, blocks.0.norm, do not"),
         ("scale=fp32", r"'scale' cannot compute in fp32 .* its module, the model itself, do not"),
         ("*=fp32", r"take every parameter to fp32\n.*--forward-dtype"),
+        ("embedding.*=fp32", r"'embedding.weight' and 'head.weight' are one parameter"),
     ],
 )
 def test_overrides_that_split_a_module_or_leave_nothing_are_refused(override: str, message: str) -> None:
