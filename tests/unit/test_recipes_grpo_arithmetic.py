@@ -16,11 +16,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from local_actors import compare_runs, load_script, run, values
+from torch import distributed
 from torch.distributions import Categorical, kl_divergence
 
+from e2e_registry import MetricRecorder
 from e2e_registry.config import load_settings
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes import grpo_arithmetic, train_actor
+from e2e_registry.recipes.actor import ActorContext
 from e2e_registry.recipes.algorithms import clipped_policy_terms
 from e2e_registry.recipes.arithmetic import ArithmeticTask, CharacterTokenizer, Problem
 from e2e_registry.recipes.causal_lm import (
@@ -32,7 +35,9 @@ from e2e_registry.recipes.causal_lm import (
 )
 from e2e_registry.recipes.gradients import gradient_norms, parameter_group
 from e2e_registry.recipes.token_objective import entropy, k3_divergence, token_sum
+from e2e_registry.recording import read_run
 from e2e_registry.registration import read_registration
+from e2e_registry.series import decode_values
 
 TEST = Path(__file__).resolve().parents[1] / "e2e/short/test_grpo_arithmetic_2xCPU.py"
 PAD, END = CharacterTokenizer.PAD, CharacterTokenizer.END
@@ -276,12 +281,70 @@ def test_an_engine_in_bfloat16_is_measured(script: ModuleType, tmp_path: Path) -
     assert values(rounded, "train/ratio_max")[0] > 1.0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"forward_dtype": "bf16"}, id="bf16"),
+        pytest.param({"forward_dtype": "bf16", "dtype_override": ["*norm*=fp32"]}, id="bf16, norms in fp32"),
+        pytest.param({"attn_implementation": "eager"}, id="eager attention"),
+    ],
+)
+def test_trainer_and_engine_agree_whatever_both_compute_in(
+    script: ModuleType, baseline: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    other = run(script, tmp_path / "other", **SMALL, **options)
+    assert values(other, "train/train_rescored_logprob_abs_diff_max") == [0.0, 0.0]
+    assert compare_runs(other, baseline).failing != (), "the option changes nothing"
+
+
 def test_smaller_forward_passes_draw_the_same_responses(script: ModuleType, baseline: Path, tmp_path: Path) -> None:
     smaller = run(script, tmp_path / "smaller", **SMALL, micro_batch_size=8)
     failing = {series.key.metric for series in compare_runs(smaller, baseline).failing}
     assert not failing & {"rollout/prompts", "rollout/rewards", "train/advantages"}
     assert values(smaller, "train/train_rescored_logprob_abs_diff_max") == [0.0, 0.0]
     assert values(smaller, "train/loss") == pytest.approx(values(baseline, "train/loss"), rel=1e-3, abs=1e-6)
+
+
+def _train_rank(rank: int, world_size: int, folder: Path) -> None:
+    """Two supervised steps and two updates on responses of unequal lengths, as one of the train ranks."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=world_size)
+    script = load_script("run_grpo_arithmetic")
+    spec, _ = script.group_specs(script.ScriptArgs(prompts=4, group_size=4, train_ranks=world_size))
+    with MetricRecorder(role="train", rank=rank, run_dir=folder) as recorder:
+        trainer = grpo_arithmetic.GrpoTrainer(ActorContext(spec, rank, recorder, torch.device("cpu")), **spec.kwargs)
+        trainer.warm_up(2, 32, 3e-3)
+        generator = torch.Generator().manual_seed(0)
+        problems = trainer.task.draw(16, generator)
+        responses = torch.full((16, 3), PAD)
+        for row in range(16):  # the first rank has 8 tokens, the second 24
+            responses[row, 0 if row < 8 else 2] = END
+            responses[row, : 0 if row < 8 else 2] = 1
+        rewards = torch.rand(16, generator=generator)
+        old = torch.full((16, 3), -2.0)
+        prompts = trainer.task.encode_prompts(problems)
+        batch = {"prompts": prompts, "responses": responses, "rewards": rewards}
+        trainer.train_on(0, 2, batch | {"decoded_log_probs": old, "rescored_log_probs": old})
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_with_unequal_numbers_of_tokens_train_as_one_does(tmp_path: Path) -> None:
+    for world_size in (1, 2):
+        arguments = (world_size, tmp_path / str(world_size))
+        torch.multiprocessing.spawn(_train_rank, args=arguments, nprocs=world_size)
+    names = ("warm_up_loss", "warm_up_grad_norm", "loss", "policy_loss", "kl_loss", "entropy", "ppo_kl", "grad_norm")
+    for name in names:
+        (alone,) = series(tmp_path / "1", f"train/{name}")
+        for rank in series(tmp_path / "2", f"train/{name}"):
+            assert rank == pytest.approx(alone, rel=1e-4, abs=1e-6), name
+
+
+def series(run_dir: Path, metric: str) -> list[list[float]]:
+    """The values of a metric, by rank."""
+    found = [batch for batch in read_run(run_dir).batches() if batch.key.metric == metric]
+    return [decode_values(batch.dtype, batch.bits).tolist() for batch in found]
 
 
 def _other_options(**options: Any) -> Plant:
