@@ -238,11 +238,12 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        group_norms = {f"train/grad_norm/{group}": norm for group, norm in gradient_norms(self.model).items()}
+        norms = gradient_norms(self.model) if step % self.args.digest_every == 0 else {}
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
         self.optimizer.step()
         self.schedule.step()
-        self.recorder.log({"train/loss": loss.detach(), "train/grad_norm": grad_norm, **group_norms}, step=step)
+        of_groups = {f"train/grad_norm/{group}": norm for group, norm in norms.items()}
+        self.recorder.log({"train/loss": loss.detach(), "train/grad_norm": grad_norm, **of_groups}, step=step)
         return loss.item()
 
     @torch.no_grad()

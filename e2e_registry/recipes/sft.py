@@ -144,8 +144,10 @@ class SftTrainer(TrainActor):
             step = self.steps_done
             batch = dataset.training_batch(chosen, step).part(part, self.device)
             loss, grad_norm = self.update([flow_matching_loss(self.model, batch)], count=1)
-            norms = {"train/grad_norm": grad_norm, **self.grad_norm_metrics, **self.scaling_metrics}
-            self.recorder.log({"train/loss": loss, **norms}, step=step)
+            metrics = {"train/loss": loss, "train/grad_norm": grad_norm, **self.scaling_metrics}
+            if not losses:  # one step an epoch says where a gradient changed; that it changed, every step says
+                metrics |= self.grad_norm_metrics
+            self.recorder.log(metrics, step=step)
             losses.append(loss)
         return {"train/loss": sum(losses) / len(losses), "eval/loss": self.evaluate()}
 

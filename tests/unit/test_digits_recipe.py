@@ -58,6 +58,8 @@ def launch(args: list[str], registration: Registration, cwd: Path = PROJECT, **v
     return done.stdout
 
 
+#: Parts of the model whose gradients are logged apart.
+GROUPS = 11
 SHORT = ("--steps", "6", "--batch-size", "16", "--digest-every", "3", "--eval-every", "4")
 
 
@@ -76,7 +78,9 @@ def test_it_repeats_bit_for_bit_under_the_pins_of_its_profile(run: Run, registra
     second = run(*SHORT, again=True)
     assert compared(second, first, registration).verdict is Verdict.MATCH
     recording = read_run(first)
-    assert set(recording.metrics) == set(registration.metrics)
+    policies = registration.policies()
+    assert all(policies.policy(metric).is_judged for metric in recording.metrics)
+    assert not policies.never_emitted(frozenset(recording.metrics))
     state = recording.writer_states["main", 0]
     assert pin_differences(registration.profile, state) == []
     assert state is not None
@@ -88,12 +92,15 @@ def test_digests_stand_before_what_they_influence(run: Run) -> None:
     lines = (run(*SHORT) / "metrics.main.rank0.jsonl").read_text().splitlines()[1:]
     emitted = [(entry["step"], sorted(metric_names(entry))) for entry in map(json.loads, lines)]
     train, evaluation = ["train/grad_norm", "train/loss"], ["eval/accuracy", "eval/loss"]
+    groups = [name for name in emitted[2][1] if name.startswith("train/grad_norm/")]
+    assert len(groups) == GROUPS
+    with_groups = sorted([*train, *groups])
     block = [["data/sample_ids"], ["data/batch"]]
     assert emitted == [
         *[(0, names) for names in block],
-        *[(step, train) for step in (0, 1, 2)],
+        *[(0, with_groups), (1, train), (2, train)],
         *[(3, names) for names in block],
-        *[(3, train), (3, evaluation), (4, train), (5, train), (5, evaluation)],
+        *[(3, with_groups), (3, evaluation), (4, train), (5, train), (5, evaluation)],
         (5, ["model/parameters"]),
     ]
 
@@ -136,6 +143,6 @@ def test_its_standard_is_small_and_its_invariants_hold(run: Run, registration: R
     metadata = StandardMetadata(test=registration.test_id, platform="cpu-x86_64-portable", policies=policies)
     path = tmp_path / "standard.parquet"
     write_standard(path, recording.batches(), metadata)
-    assert path.stat().st_size < 12_000
-    # 20 digests of each kind, two numbers a step, two at each of four evaluations, and the weights.
-    assert Standard(path).num_points == 2 * 20 + 2 * 200 + 2 * 4 + 1
+    assert path.stat().st_size < 16_000
+    # 20 digests of each kind and norms of each group, two numbers a step, two at each of four evaluations, the weights.
+    assert Standard(path).num_points == (2 + GROUPS) * 20 + 2 * 200 + 2 * 4 + 1
