@@ -1035,6 +1035,16 @@ def _train(make: Callable[[], nn.Module], dtype: str, shape: tuple[int, ...], is
 
 def _train_mixed(dtype: str) -> list[Any]:
     """Return losses, squared gradients, loss scales and weights; in float16 the first steps overflow."""
+    from e2e_registry.determinism.attention import patch_flash_kernels, register_native_kernel
+    from e2e_registry.recipes.small_dit import ATTENTION_KERNELS
+
+    for kernel in ATTENTION_KERNELS:
+        register_native_kernel(kernel.module, kernel.attribute)
+    with patch_flash_kernels(()):
+        return _mixed_steps(dtype)
+
+
+def _mixed_steps(dtype: str) -> list[Any]:
     from e2e_registry.recipes.small_dit.model import SmallDiT
 
     model = module(SmallDiT)
