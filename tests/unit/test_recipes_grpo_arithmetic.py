@@ -375,8 +375,12 @@ def _shift_groups(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
 
 
 def _drop_a_sample(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    original = grpo_arithmetic.reward_statistics
-    monkeypatch.setattr(grpo_arithmetic, "reward_statistics", lambda rewards: original(rewards[:-1]))
+    original = grpo_arithmetic.GrpoEngine._log
+
+    def log(self: Any, rollout: int, batch: Any) -> None:
+        original(self, rollout, {name: tensor[:-1] for name, tensor in batch.items()})
+
+    monkeypatch.setattr(grpo_arithmetic.GrpoEngine, "_log", log)
 
 
 def _skip_the_sync(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
@@ -438,7 +442,7 @@ def _scale_a_block(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
         pytest.param(_other_options(entropy_coefficient=0.0), "train/grad_norm", 0, id="no entropy bonus"),
         pytest.param(_swap_rewards, "rollout/rewards", 0, id="two rewards swapped"),
         pytest.param(_shift_groups, "train/advantages", 0, id="groups off by one"),
-        pytest.param(_drop_a_sample, "rollout/reward/raw_mean", 0, id="a sample dropped"),
+        pytest.param(_drop_a_sample, "rollout/prompts", 0, id="a sample dropped"),
         pytest.param(_skip_the_sync, "rollout/weights", 1, id="second weight sync skipped"),
         pytest.param(_count_padding, "train/train_rollout_logprob_abs_diff", 0, id="a mask one token too long"),
         pytest.param(_forget_the_reference, "train/grad_norm", 0, id="another reference"),
