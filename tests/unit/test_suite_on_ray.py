@@ -165,6 +165,7 @@ def test_a_lost_node_costs_a_second_attempt_and_no_verdict(
     assert repository.command("record", "--all", "--runs", "1").code == 0
     repository.write_recipe(waiting)
     drivers = node_of_drivers(cluster)
+    assert drivers in {node.node_id for node in cluster.list_all_nodes()}
     node = next(node for node in cluster.worker_nodes if node.node_id != drivers)
     check = start(repository, "--ray", cluster.address, "--json")
     try:
