@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from repositories import Repository
 from test_cli_check import processes_running
@@ -155,7 +156,7 @@ def test_a_lost_node_costs_a_second_attempt_and_no_verdict(
     # Waits at its first attempt, until the test says go; a second attempt finds its mark and does not wait.
     waiting = (
         f"import os, time, pathlib; name = os.environ['NAME']; mark = pathlib.Path({str(marks)!r}, name)\n"
-        "is_first = not mark.exists(); mark.write_text(str(os.getppid()))\n"
+        "is_first = not mark.exists(); mark.write_text(str(os.getpid()))\n"
         f"while is_first and not os.path.exists({str(marks / 'go')!r}): time.sleep(0.05)\n"
     )
     names = [f"test_{letter}" for letter in "abcdef"]
@@ -169,8 +170,10 @@ def test_a_lost_node_costs_a_second_attempt_and_no_verdict(
     node = next(node for node in cluster.worker_nodes if node.node_id != drivers)
     check = start(repository, "--ray", cluster.address, "--json")
     try:
-        wait_for(lambda: len(list(marks.iterdir())) == 2)
+        wait_for(lambda: len([mark for mark in marks.iterdir() if mark.read_text()]) == 2)
+        pids = [int(mark.read_text()) for mark in marks.iterdir()]
         cluster.remove_node(node, allow_graceful=False)
+        wait_for(lambda: not all(psutil.pid_exists(pid) for pid in pids))  # its recipe ends with the node
         (marks / "go").touch()
         out, err = check.communicate(timeout=180)
     finally:
@@ -190,8 +193,6 @@ def test_a_lost_node_costs_a_second_attempt_and_no_verdict(
 def test_a_signal_ends_what_runs_on_the_nodes_and_leaves_the_cluster(
     repository: Repository, cluster: Any, tmp_path: Path, signum: int, code: int, why: str
 ) -> None:
-    import psutil
-
     marks = tmp_path / "marks"
     marks.mkdir()
     body = f"import os, time; open({str(marks)!r} + '/' + str(os.getpid()), 'w'); time.sleep(300)"
@@ -200,7 +201,7 @@ def test_a_signal_ends_what_runs_on_the_nodes_and_leaves_the_cluster(
     repository.write_test("test_third")
     check = start(repository, "--ray", cluster.address)
     try:
-        wait_for(lambda: len(list(marks.iterdir())) == 2)
+        wait_for(lambda: len(list(marks.iterdir())) == 2, 180)
         check.send_signal(signum)
         _, err = check.communicate(timeout=60)
     finally:
