@@ -95,16 +95,15 @@ def check(
     local = LocalMachine(gpu_wait_s=gpu_wait, allows_busy_gpus=allow_busy_gpus)
     jobs = jobs or (1 if ray is None else max(len(registrations), 1))
     choices = SuiteOptions(jobs=jobs, fail_fast=fail_fast, repeats=repeat_on_mismatch)
-    with _machine(ray, settings, local) as machine:
-        try:
-            with SuiteProgress(len(registrations)) as progress:
-                listener = _Listener(progress, None if json else console, all_metrics=all_metrics)
-                check_suite(registrations, settings, results, listener, options=choices, machine=machine)
-        finally:  # a check that is ended shows what it knows, too
-            if json:
-                print_json(results.to_json())
-            elif len(registrations) > 1:
-                print_summary(results.assessments, console, num_not_run=len(results.not_run))
+    try:
+        with _machine(ray, settings, local) as machine, SuiteProgress(len(registrations)) as progress:
+            listener = _Listener(progress, None if json else console, all_metrics=all_metrics)
+            check_suite(registrations, settings, results, listener, options=choices, machine=machine)
+    finally:  # a check that is ended shows what it knows, too
+        if json and results.has_begun:
+            print_json(results.to_json())
+        elif results.has_begun and len(registrations) > 1:
+            print_summary(results.assessments, console, num_not_run=len(results.not_run))
     raise typer.Exit(results.exit_code)
 
 

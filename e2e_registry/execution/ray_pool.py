@@ -11,6 +11,8 @@ import logging
 import os
 import secrets
 import signal
+import socket
+import sys
 import tempfile
 import threading
 import time
@@ -34,6 +36,8 @@ LOCAL = "local"
 _SHOW_S = 0.5
 #: Seconds between two looks of a task at whether it was cancelled.
 _CANCEL_S = 0.2
+#: Seconds that a cluster may take to answer at all.
+_REACH_S = 10.0
 
 #: Read by Ray's processes when they start here: no usage reports, and no workers in advance.
 _QUIET = {
@@ -82,6 +86,7 @@ class RayPool:
         self._listeners: dict[str, Callable[[str], None]] = {}
         self._is_closed = threading.Event()
         self._board: Any = None
+        self._redirection = contextlib.ExitStack()
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> RayPool:
@@ -90,6 +95,8 @@ class RayPool:
         if ray.is_initialized():
             raise UsageError("this process is connected to a Ray cluster already", where="--ray")
         self._scratch = tempfile.TemporaryDirectory(prefix="e2e-registry-")
+        # Ray prints what happens to nodes to standard output, where results belong.
+        self._redirection.enter_context(contextlib.redirect_stdout(sys.stderr))
         try:
             self._connect(ray, Path(self._scratch.name) / "tree.zip")
         except BaseException:
@@ -100,6 +107,7 @@ class RayPool:
 
     def _connect(self, ray: Any, archive: Path) -> None:
         self._tree.write_zip(archive)
+        _require_reachable(self._address)
         own = {}
         if self._address == LOCAL:
             os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
@@ -114,11 +122,7 @@ class RayPool:
                     **own,
                 )
         except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0]
-            hint = "give the address of a running cluster, auto, or local to start one"
-            raise UsageError(
-                f"cannot connect to Ray at {self._address!r}: {reason}", where="--ray", hint=hint
-            ) from error
+            raise _no_cluster(self._address, str(error).strip().splitlines()[0]) from error
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=True
         )
@@ -132,6 +136,7 @@ class RayPool:
         if self._scratch is not None:
             self._scratch.cleanup()
         _import_ray().shutdown()
+        self._redirection.close()
 
     def greatest(self, resource: str) -> int:
         """Return the most that one node has of ``CPU`` or ``GPU``."""
@@ -174,8 +179,14 @@ class RayPool:
             def cancel(how: bytes) -> None:
                 ray.cancel(ref, force=how == supervisor.KILL, recursive=True)
 
-            with (cancellation or Cancellation()).calling(cancel):
-                return _result(ray, ref)
+            cancellation = cancellation or Cancellation()
+            with cancellation.calling(cancel):
+                try:
+                    return _result(ray, ref)
+                except Exception as error:
+                    if cancellation.is_cancelled:  # Ray has several ways to say it
+                        raise LostRunError("the task was cancelled") from error
+                    raise
 
     @contextlib.contextmanager
     def _listening(self, key: str, on_line: Callable[[str], None] | None) -> Iterator[None]:
@@ -230,6 +241,29 @@ def _keeping_sigterm() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
+
+
+def _require_reachable(address: str) -> None:
+    """Refuse an address that nobody listens at: Ray would try for minutes.
+
+    Raises:
+        UsageError: No connection can be made.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdigit():
+        return  # a word such as auto, which Ray looks up
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise _no_cluster(address, error.strerror or str(error)) from error
+
+
+def _no_cluster(address: str, reason: str) -> UsageError:
+    return UsageError(
+        f"cannot connect to Ray at {address!r}: {reason}",
+        where="--ray",
+        hint="give the address of a running cluster, auto, or local to start one",
+    )
 
 
 def _import_ray() -> Any:

@@ -47,6 +47,9 @@ class Results:
         tests: Ids of the selected tests.
         selection: How they were chosen.
         allow_empty: Succeed if there is no test, or all are skipped.
+
+    Attributes:
+        has_begun: Whether the check began, so that there is something to show.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Results:
         self._started = self._written = _now()
         self._assessments: dict[str, Assessment] = {}
         self._ending: Ending | None = Ending.RUNNING
+        self.has_begun = False
 
     @property
     def path(self) -> Path:
@@ -123,6 +127,7 @@ class Results:
         Raises:
             StorageError: It cannot be written; what was there is unchanged.
         """
+        self.has_begun = True
         self._written = _now()
         write_json(self.path, self.to_json())
 

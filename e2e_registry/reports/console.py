@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -64,7 +65,10 @@ VERDICT_STYLES = {
 
 def make_console(*, stderr: bool = False) -> Console:
     """Return the console that commands print to: as wide as the terminal, or fixed where there is none."""
-    console = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    # The stream of now: whoever redirects standard output later, such as to keep another library's words out of it,
+    # does not mean the results.
+    stream = sys.stderr if stderr else sys.stdout
+    console = Console(file=stream, highlight=False, emoji=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = LOG_WIDTH
     return console
