@@ -35,6 +35,7 @@ from e2e_registry.cli import (
     run,
     seeds,
 )
+from e2e_registry.cli.output import lasting_output
 from e2e_registry.cli.parsing import CommandAfterDashes, ManyValues
 from e2e_registry.errors import ExitCode, RegistryError
 
@@ -73,10 +74,6 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         except Terminated:
             typer.echo("terminated", err=True)
             raise typer.Exit(ExitCode.TERMINATED) from None
-        except BrokenPipeError:
-            # The reader of our output has left, as `head` does; the descriptor must not fail again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(ExitCode.OK) from None
         except Exception as error:  # noqa: BLE001  # whatever it is, a user gets a message and exit code 70
             if os.environ.get(DEBUG_VARIABLE):
                 traceback.print_exc()
@@ -139,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     previous = signal.signal(signal.SIGTERM, terminate)
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="e2e-registry")
+        with lasting_output():
+            app(args=None if arguments is None else list(arguments), prog_name="e2e-registry")
     except SystemExit as end:
         return int(end.code or 0)
     finally:

@@ -13,7 +13,7 @@ from e2e_registry.config import Settings
 from e2e_registry.environment import difference
 from e2e_registry.errors import LostRunError, RegistryError
 from e2e_registry.execution.capacity import Lease
-from e2e_registry.execution.launcher import Cancellation
+from e2e_registry.execution.launcher import LOG_FILE, Cancellation
 from e2e_registry.operations.machines import LocalMachine, Machine
 from e2e_registry.operations.record import first_disagreement
 from e2e_registry.operations.running import ObservedRun
@@ -225,7 +225,7 @@ def _conclude(
         reasons=reasons,
         is_judged=is_judged,
         log_tail=run.log_tail() if verdict is TestVerdict.FAILED else None,
-        next_steps=_next_steps(registration, verdict, run),
+        next_steps=_next_steps(registration, verdict, run, settings),
     )
 
 
@@ -253,7 +253,9 @@ def _warnings(run: ObservedRun) -> list[str]:
     return warnings
 
 
-def _next_steps(registration: Registration, verdict: TestVerdict, run: ObservedRun) -> list[str]:
+def _next_steps(
+    registration: Registration, verdict: TestVerdict, run: ObservedRun, settings: Settings
+) -> list[str]:
     record = f"e2e-registry record --test {registration.test_id}"
     match verdict:
         case TestVerdict.MISMATCH:
@@ -265,5 +267,5 @@ def _next_steps(registration: Registration, verdict: TestVerdict, run: ObservedR
         case TestVerdict.INCOMPARABLE:
             return [f"{record}, to add a standard for {run.platform}"]
         case TestVerdict.FAILED | TestVerdict.INCOMPLETE:
-            return [f"read the whole output: {run.path.name}/output.log"]
+            return [f"read the whole output: {display_path(run.path / LOG_FILE, settings)}"]
     return []

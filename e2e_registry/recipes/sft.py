@@ -138,7 +138,7 @@ class SftTrainer(TrainActor):
         ids = dataset.epoch(index)
         self.recorder.log_digest("data/sample_ids", ids, step=self.steps_done)
         part = self.share(self.batch_size)
-        losses = []
+        losses: list[float] = []
         full = len(ids) // self.batch_size * self.batch_size
         for chosen in ids[:full].view(-1, self.batch_size):
             step = self.steps_done

@@ -367,3 +367,21 @@ def test_show_opens_the_standard_of_a_test_in_another_repository(repository: Rep
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "train/grad_norm" in done.stdout
+
+
+@pytest.mark.parametrize(("change", "code"), [("", 0), ("SCALE = 2.0", 1)])
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_the_verdict_outlasts_whoever_reads_the_report(
+    repository: Repository, change: str, code: int, options: tuple[str, ...]
+) -> None:
+    """``check | head -1`` is a check: its exit code must be neither a false pass nor a false mismatch."""
+    repository.record()
+    repository.write_recipe(change)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "e2e_registry", "check", "--test", TEST, *options]
+    done = subprocess.run(command, cwd=repository.root, stdout=writer, stderr=writer, check=False)
+    os.close(writer)
+    assert done.returncode == code
+    results = json.loads((repository.root / ".e2e_runs/results.json").read_text())
+    assert results["status"] == "complete"
