@@ -93,7 +93,8 @@ def test_workflow_and_hooks_are_yaml_that_names_what_was_given(folder: Path) -> 
     workflow = yaml.safe_load((folder / ".github/workflows/e2e.yml").read_text())
     job = workflow["jobs"]["e2e"]
     assert job["runs-on"] == ["self-hosted", "gpu"]
-    assert job["steps"][-1] == {"uses": "owner/e2e_registry@v1", "with": {"suite": "short"}}
+    inputs = {"suite": "short", "python-version": "3.11"}
+    assert job["steps"][-1] == {"uses": "owner/e2e_registry@v1", "with": inputs}
     action = yaml.safe_load((ROOT / "action.yml").read_text())
     assert set(job["steps"][-1]["with"]) <= set(action["inputs"])
     assert load_settings(folder).platforms == {

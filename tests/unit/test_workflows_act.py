@@ -64,6 +64,10 @@ def results(repository: ActRepository, artifact: str) -> dict[str, str]:
     return {Path(test["subject"]).stem: test["verdict"] for test in data["tests"]}
 
 
+def standard_of(test: str) -> str:
+    return f"tests/ci/fixtures/e2e_standards/{test}.{PORTABLE}.parquet"
+
+
 PR_JOBS = {"lint and types", "unit tests", "trains twice alike", "plan", "required"}
 
 
@@ -92,6 +96,15 @@ def test_a_pull_request_passes_and_one_that_moves_a_number_fails_with_its_artifa
     assert facts["head_source_tree"] == facts["source_tree"] != None  # noqa: E711  # a chain of three
     assert "mismatch" in failed.output
     assert {path.name for path in act_repository.store.iterdir()} == {*parts, "e2e-plan-attempt1", "repeat-attempt1"}
+    # As `gh run download` would lay them. `accept` finds the failing test among them, and CI then passes.
+    accepted = act_repository.cli("accept", act_repository.store, "--yes")
+    assert accepted.code == 0, accepted.err
+    assert "accepted  tests/e2e/test_other.py" in accepted.out
+    assert act_repository.git("status", "--porcelain").split() == ["M", standard_of("test_other")]
+    act_repository.commit("accepted")
+    act_repository.end_run(2)
+    after = act_repository.act("pull_request", "pr-test", pull_request(act_repository))
+    assert set(after.jobs.values()) == {"success"}, after.explanation
 
 
 def test_shell_in_titles_branches_labels_and_test_names_does_nothing(act_repository: ActRepository) -> None:
@@ -124,7 +137,7 @@ def test_recording_brings_back_standards_in_their_paths(act_repository: ActRepos
     act_repository.commit("another number")
     act_repository.act("pull_request", "pr-test", pull_request(act_repository))
     act_repository.end_run(1)
-    standard = f"tests/ci/fixtures/e2e_standards/test_other.{PORTABLE}.parquet"
+    standard = standard_of("test_other")
     # The failing tests of a run: the one that mismatched, and no other.
     recorded = act_repository.act("workflow_dispatch", "record-e2e-standards", dispatch(**{"run-id": "1"}))
     assert jobs(recorded).keys() == {"choose tests", "plan", PORTABLE, "standards"}, recorded.explanation
