@@ -253,9 +253,7 @@ def _warnings(run: ObservedRun) -> list[str]:
     return warnings
 
 
-def _next_steps(
-    registration: Registration, verdict: TestVerdict, run: ObservedRun, settings: Settings
-) -> list[str]:
+def _next_steps(registration: Registration, verdict: TestVerdict, run: ObservedRun, settings: Settings) -> list[str]:
     record = f"e2e-registry record --test {registration.test_id}"
     match verdict:
         case TestVerdict.MISMATCH:
