@@ -123,10 +123,12 @@ class RayPool:
                 )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise _no_cluster(self._address, str(error).strip().splitlines()[0]) from error
+        # Not soft: on another node the counts of attempts could be lost with it. The loss of this one ends the driver.
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=True
+            ray.get_runtime_context().get_node_id(), soft=False
         )
-        self._board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here, max_restarts=-1).remote()
+        board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here, max_restarts=-1, max_task_retries=-1)
+        self._board = board.remote()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -286,6 +288,8 @@ def _result(ray: Any, ref: Any) -> Any:
         if isinstance(error.cause, ImportError) or "failed to import" in str(error):
             hint = "every node needs e2e-registry and what the recipes import, in the version that is here"
             raise UsageError(f"a node cannot run tests: {_last_line(error)}", where="--ray", hint=hint) from error
+        if isinstance(error.cause, ray.exceptions.RayError):
+            raise LostRunError(f"Ray gave the task up: {_last_line(error)}") from error
         raise
     except ray.exceptions.TaskCancelledError as error:
         raise LostRunError("the task was cancelled") from error
