@@ -356,7 +356,7 @@ class Standard:
             raise StandardError(
                 f"its rows do not fit its content digest ({found[:12]} against {self.metadata.content_digest[:12]})",
                 where=self.path,
-                hint="the file was edited or damaged: restore it from git, or record it again",
+                hint="the file was edited or damaged: restore it from git, or delete it and record it again",
             )
 
     def _check_schema(self) -> None:
@@ -558,7 +558,7 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
         raise StandardError(
             f"it is not a readable Parquet file: {_first_line(error)}",
             where=path,
-            hint="the file is truncated or foreign: restore it from git, or record it again",
+            hint="the file is truncated or foreign: restore it from git, or delete it and record it again",
         ) from error
 
 

@@ -40,7 +40,7 @@ def init(
     from e2e_registry.operations.scaffold import FileState, plan_scaffold, write_scaffold
 
     is_interactive = not (yes or json) and sys.stdin.isatty() and sys.stdout.isatty()
-    choices = _choices(platform, runner, action, is_interactive=is_interactive)
+    choices = _choices(folder, platform, runner, action, is_interactive=is_interactive)
     planned = plan_scaffold(folder, choices)
     planned = _settled(planned, force=force, is_interactive=is_interactive)
     write_scaffold(folder, planned)
@@ -55,17 +55,24 @@ def init(
             "no workflow: this installation does not say where its action is published; "
             "init --action OWNER/REPO@REF writes one"
         )
-    test = next(file.path for file in planned if file.path.endswith("test_linear_model.py"))
-    typer.echo(f"next: e2e-registry record --test {test}")
+    test = next((file.path for file in planned if file.path.endswith("test_linear_model.py")), None)
+    if test is not None:
+        typer.echo(f"next: e2e-registry record --test {test}")
     if all(file.state is FileState.UNCHANGED for file in planned):
         typer.echo("all of it was there")
 
 
 def _choices(
-    platform: str | None, runners: list[str] | None, action: str | None, *, is_interactive: bool
+    folder: Path, platform: str | None, runners: list[str] | None, action: str | None, *, is_interactive: bool
 ) -> ScaffoldOptions:
     """Return what the options say, what is asked for, or the defaults."""
-    from e2e_registry.operations.scaffold import DEFAULT_PLATFORM, DEFAULT_RUNNER, ScaffoldOptions, known_action
+    from e2e_registry.operations.scaffold import (
+        DEFAULT_PLATFORM,
+        DEFAULT_RUNNER,
+        ScaffoldOptions,
+        has_settings,
+        known_action,
+    )
 
     def asked(question: str, default: str) -> str:
         if not is_interactive:
@@ -74,11 +81,14 @@ def _choices(
 
         return Prompt.ask(question, default=default)
 
-    platform = platform or asked("CI's platform", DEFAULT_PLATFORM)
-    runners = runners or asked("labels of CI's runner, commas between them", DEFAULT_RUNNER).split(",")
+    if not has_settings(folder):
+        platform = platform or asked("CI's platform", DEFAULT_PLATFORM)
+        runners = runners or asked("labels of CI's runner, commas between them", DEFAULT_RUNNER).split(",")
     action = action or known_action() or asked("where the action is published, OWNER/REPO@REF (empty: no workflow)", "")
     return ScaffoldOptions(
-        platform=platform.strip(), runners=[label.strip() for label in runners], action=action.strip() or None
+        platform=(platform or DEFAULT_PLATFORM).strip(),
+        runners=[label.strip() for label in runners] if runners else None,
+        action=action.strip() or None,
     )
 
 

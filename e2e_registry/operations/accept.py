@@ -218,9 +218,8 @@ def _selected(artifact: Artifact, options: AcceptOptions, ids: Set[str]) -> list
     if not options.is_named:
         entries = [entry for entry in entries if entry.verdict in ACCEPTABLE or entry.verdict in _WITHOUT_A_RUN]
     if not entries:
-        passed = len(artifact.entries)
         raise NothingSelectedError(
-            f"nothing to accept: none of its {passed} result(s) is a mismatch, or lacks a standard",
+            "nothing to accept: no result is a mismatch, or lacks a standard",
             where=artifact.label,
             hint="name a test with --test to take its run all the same",
         )

@@ -126,6 +126,10 @@ def _is_there(path: Path) -> bool:
         return False
 
 
+def _first_words(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_RESULTS_BYTES:
@@ -134,7 +138,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise StorageError(f"cannot be read: {error.strerror}", where=path) from error
     except (ValueError, RecursionError) as error:
-        raise StorageError(f"is not JSON: {error}", where=path) from error
+        is_zip = path.suffix == ".zip"
+        hint = "unpack the artifact, and name the folder" if is_zip else None
+        raise StorageError(f"is not JSON: {_first_words(error)}", where=path, hint=hint) from error
     if not isinstance(data, dict):
         raise StorageError("is no JSON object", where=path)
     return data

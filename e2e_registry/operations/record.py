@@ -193,7 +193,7 @@ def breaks_error(breaks: Sequence[InvariantBreak], *, where: str, hint: str) -> 
     texts = []
     for broken in breaks:
         what = "is not finite" if broken.what == "finite" else f"breaks {broken.invariant}"
-        place = f"at {broken.count} point(s), first at step {broken.step}"
+        place = f"at {broken.count} point{'' if broken.count == 1 else 's'}, first at step {broken.step}"
         texts.append(f"{broken.key} {what} {place}: {broken.point.value!r}")
     return MismatchError("; ".join(texts), where=where, hint=hint)
 

@@ -47,12 +47,13 @@ class ScaffoldOptions:
 
     Attributes:
         platform: The slug of CI's platform.
-        runners: The labels of the runner that offers it.
+        runners: The labels of the runner that offers it; None for those of the settings that are there, else the
+            default.
         action: This project's composite action, as a workflow names it; None to write no workflow.
     """
 
     platform: str = DEFAULT_PLATFORM
-    runners: Sequence[str] = (DEFAULT_RUNNER,)
+    runners: Sequence[str] | None = None
     action: str | None = None
 
 
@@ -94,6 +95,15 @@ def known_action() -> str | None:
     return None if match is None else f"{match[1]}@{commit}"
 
 
+def has_settings(root: Path) -> bool:
+    """Whether the repository has settings already; they hold, so nobody needs to be asked for them.
+
+    Raises:
+        UsageError: They cannot be accepted.
+    """
+    return root.is_dir() and load_settings(root, environ={}).source == (root / "pyproject.toml").resolve()
+
+
 def plan_scaffold(root: Path, options: ScaffoldOptions) -> list[PlannedFile]:
     """Return what would be written, without writing it.
 
@@ -112,8 +122,7 @@ def plan_scaffold(root: Path, options: ScaffoldOptions) -> list[PlannedFile]:
     attributes = f"{settings.standards_folder}/*.parquet"
     planned = [
         pyproject,
-        _plan_own(root, RECIPE, _template("run_linear_model.py")),
-        _plan_own(root, f"{settings.test_folders[0]}/{TEST_NAME}", _example(settings)),
+        *_plan_example(root, settings),
         _plan_line(
             root,
             ".gitattributes",
@@ -131,9 +140,8 @@ def plan_scaffold(root: Path, options: ScaffoldOptions) -> list[PlannedFile]:
     ]
     if options.action is not None:
         workflow = _template("workflow.yml").replace(b"OWNER/e2e_registry@REF", options.action.encode())
-        planned.append(
-            _plan_own(root, WORKFLOW, workflow.replace(b"ubuntu-24.04", ", ".join(options.runners).encode()))
-        )
+        runners = ", ".join(_runners(settings, options))
+        planned.append(_plan_own(root, WORKFLOW, workflow.replace(b"ubuntu-24.04", runners.encode())))
     return planned
 
 
@@ -162,10 +170,9 @@ def _check(root: Path, options: ScaffoldOptions) -> None:
         raise UsageError("there is no such folder", where=root)
     if not is_slug(options.platform):
         raise UsageError(f"{options.platform!r} is not a platform slug", where="--platform", hint=SLUG_RULE)
-    if not options.runners or any(not re.fullmatch(r"[\w.-]+", label) for label in options.runners):
-        raise UsageError(
-            f"{', '.join(options.runners)!r} are no runner labels", where="--runner", hint="such as ubuntu-24.04"
-        )
+    runners = (DEFAULT_RUNNER,) if options.runners is None else options.runners
+    if not runners or any(not re.fullmatch(r"[\w.-]+", label) for label in runners):
+        raise UsageError(f"{', '.join(runners)!r} are no runner labels", where="--runner", hint="such as ubuntu-24.04")
     if options.action is not None and not _ACTION.fullmatch(options.action):
         raise UsageError(f"{options.action!r} names no action", where="--action", hint=_ACTION_RULE)
 
@@ -217,7 +224,7 @@ def _plan_settings(root: Path, options: ScaffoldOptions) -> PlannedFile:
     """Plan ``pyproject.toml``: settings at its end, unless it has some."""
     name = "pyproject.toml"
     found = _read(root / name)
-    if found is not None and load_settings(root, environ={}).source == (root / name).resolve():
+    if found is not None and has_settings(root):
         return PlannedFile(path=name, state=FileState.UNCHANGED, content=found, note="it has settings, which hold")
     text = _settings_text(options)
     content = _appended(found or b"", f"\n{text}" if found else text)
@@ -231,7 +238,7 @@ def _plan_settings(root: Path, options: ScaffoldOptions) -> PlannedFile:
 
 
 def _settings_text(options: ScaffoldOptions) -> str:
-    runners = json.dumps(list(options.runners))
+    runners = json.dumps(list(options.runners or (DEFAULT_RUNNER,)))
     platforms = {options.platform: runners}
     if not options.platform.startswith("cpu-"):
         # The example runs on the CPU, which every runner has.
@@ -254,6 +261,24 @@ def _settings_text(options: ScaffoldOptions) -> str:
 def _settings(root: Path, pyproject: PlannedFile) -> Settings:
     """Return the settings that will hold: those that are there, else the defaults that are written."""
     return load_settings(root, environ={}) if pyproject.state is FileState.UNCHANGED else Settings(root=root)
+
+
+def _runners(settings: Settings, options: ScaffoldOptions) -> Sequence[str]:
+    """Return the labels of the workflow's runner: those asked for, those of the settings, or the default."""
+    if options.runners is not None:
+        return options.runners
+    declared = settings.platforms.get(options.platform) or next(iter(settings.platforms.values()), None)
+    return declared or (DEFAULT_RUNNER,)
+
+
+def _plan_example(root: Path, settings: Settings) -> list[PlannedFile]:
+    """Plan the example recipe and its test; none where there are tests, since they are its owner's by now."""
+    if settings.source is not None and any(next(folder.rglob("test_*.py"), None) for folder in settings.test_dirs):
+        return []
+    return [
+        _plan_own(root, RECIPE, _template("run_linear_model.py")),
+        _plan_own(root, f"{settings.test_folders[0]}/{TEST_NAME}", _example(settings)),
+    ]
 
 
 def _example(settings: Settings) -> bytes:

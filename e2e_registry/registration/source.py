@@ -161,7 +161,9 @@ class _Module:
         return RegistrationError(
             "declares no test: there is no register_e2e_ci(...) call",
             where=f"{self.where}:1",
-            hint="add the call, or give the file a name that does not begin with test_",
+            hint="add the call, or give the file a name that does not begin with test_"
+            if Path(self.where).name.startswith("test_")
+            else "name a test file: one that calls register_e2e_ci",
         )
 
     def dotted(self, node: ast.expr) -> str | None:

@@ -240,7 +240,7 @@ MISUSES = {
     "no tolerance": ('{"a": [1]}, "x4", {"a": 0.1}', "tolerances['a'] is 0.1"),
     "unused tolerance": ('{"a": [1]}, "x5", {"b": Tolerance(atol=1, reason="r")}', "tolerances['b'] is for no series"),
     "unfit tolerance": ('{"a": [1]}, "x6", {"a": Tolerance(ulp=1, reason="r")}', "a is int64, and ulp=1 has a meaning"),
-    "not finite": ('{"a": [1.0, float("nan")]}, "x7"', "a is not finite at 1 point(s), first at step 1: nan"),
+    "not finite": ('{"a": [1.0, float("nan")]}, "x7"', "a is not finite at 1 point, first at step 1: nan"),
 }
 
 

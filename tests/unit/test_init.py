@@ -106,6 +106,24 @@ def test_workflow_and_hooks_are_yaml_that_names_what_was_given(folder: Path) -> 
     assert {hook["id"] for hook in repo["hooks"]} <= hooks
 
 
+def test_a_later_call_adds_what_is_missing_and_leaves_what_became_the_owner_s(folder: Path) -> None:
+    assert cli(folder, "init", "--runner", "their-runner").code == 0
+    recipe = folder / RECIPE
+    recipe.write_text(recipe.read_text().replace("0.1", "0.2"))
+    edited = recipe.read_bytes()
+    result = cli(folder, "init", "--action", "owner/e2e_registry@v1")
+    assert result.code == 0, result.err
+    assert recipe.read_bytes() == edited
+    workflow = yaml.safe_load((folder / ".github/workflows/e2e.yml").read_text())
+    assert workflow["jobs"]["e2e"]["runs-on"] == ["their-runner"]
+    # An example that was replaced by a test of one's own does not come back.
+    recipe.unlink()
+    (folder / TEST).rename(folder / "tests/e2e/test_own.py")
+    assert cli(folder, "init", "--force").code == 0
+    assert not recipe.exists()
+    assert not (folder / TEST).exists()
+
+
 def test_without_an_address_of_the_action_no_workflow_is_made_up(folder: Path) -> None:
     result = cli(folder, "init")
     assert "--action OWNER/REPO@REF" in result.out

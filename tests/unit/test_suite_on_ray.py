@@ -26,12 +26,14 @@ OF_THE_NODES = {"MKL_CBWR": "AUTO", "OMP_NUM_THREADS": "3", "PYTHONHASHSEED": "7
 ENVIRONMENT_RECIPE = """
     import os
     from e2e_registry import MetricRecorder
-    ours = ("E2E_", "PYTHONUNBUFFERED", "PWD", "OLDPWD", "_")
+    ours = ("E2E_", "PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_")
     variables = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     with MetricRecorder() as recorder:
         for name in ("OMP_NUM_THREADS", "MKL_CBWR", "PYTHONHASHSEED", "STATED", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"):
-            recorder.log_digest(f"env/{name}", os.environ.get(name, "unset").encode(), step=0)
-        recorder.log_digest("env/all", repr(sorted(variables)).encode(), step=0)
+            variables.setdefault(name, "unset")
+        recorder.log_digest("env/names", repr(sorted(variables)).encode(), step=0)
+        for name, value in variables.items():  # one by one, so that a difference has a name
+            recorder.log_digest(f"env/{name}", value.encode(), step=0)
         recorder.log_digest("file/link", open("data/link.txt", "rb").read(), step=0)
         recorder.log({"file/executable": os.access("data/tool.sh", os.X_OK), "ignored": os.path.exists("big")}, step=0)
 """
@@ -42,7 +44,8 @@ def cluster() -> Iterator[Any]:
     """Two nodes of one core each, and a head that runs no test."""
     from ray.cluster_utils import Cluster
 
-    before = {name: os.environ.get(name) for name in OF_THE_NODES}
+    # pytest-xdist sets COLUMNS for its workers, and the repository's fixture takes it out: nodes have what is theirs.
+    before = {name: os.environ.pop(name, None) for name in (*OF_THE_NODES, "COLUMNS")}
     os.environ.update(OF_THE_NODES)
     try:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -51,7 +54,7 @@ def cluster() -> Iterator[Any]:
         cluster.wait_for_nodes()
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     yield cluster
     cluster.shutdown()
 
@@ -106,7 +109,7 @@ def test_verdicts_are_those_of_this_machine(
     remote = read_results(repository)
     assert there.code == here.code == 2, there.err
     expected = {"environment": "match", "stub": "match", "changed": "mismatch", "failing": "failed"}
-    assert {name: outcomes(remote)[name][0] for name in expected} == expected
+    assert {name: outcomes(remote)[name][0] for name in expected} == expected, there.out
     assert outcomes(remote) == outcomes(local)
     # What git ignores is not sent; all else that a check concludes is equal.
     assert (ignored_differs(local), ignored_differs(remote)) == (0, 1)
