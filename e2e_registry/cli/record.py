@@ -43,7 +43,7 @@ def record(
     all_metrics: options.AllMetrics = False,
     json: options.Json = False,
 ) -> None:
-    """Record standards: run twice, refuse if the runs disagree, show the change, write only what changed."""
+    """Record standards: run until two runs agree, refuse if they do not, show the change, write only what changed."""
     from e2e_registry.errors import RegistryError, worst_exit_code
     from e2e_registry.operations.record import RecordOptions
     from e2e_registry.reports.console import make_console
