@@ -273,7 +273,7 @@ def _runners(settings: Settings, options: ScaffoldOptions) -> Sequence[str]:
 
 def _plan_example(root: Path, settings: Settings) -> list[PlannedFile]:
     """Plan the example recipe and its test; none where there are tests, since they are its owner's by now."""
-    if settings.source is not None and any(next(folder.rglob("test_*.py"), None) for folder in settings.test_dirs):
+    if settings.source is not None and any(sorted(folder.rglob("test_*.py")) for folder in settings.test_dirs):
         return []
     return [
         _plan_own(root, RECIPE, _template("run_linear_model.py")),
