@@ -39,14 +39,15 @@ ENVIRONMENT_RECIPE = """
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster() -> Iterator[Any]:
-    """Two nodes of one core each, and a head that runs no test."""
+    """Two nodes of one core each, and a head that runs no test. Each test has its own, since tests end nodes."""
     from ray.cluster_utils import Cluster
 
     # pytest-xdist sets COLUMNS for its workers, and the repository's fixture takes it out: nodes have what is theirs.
     before = {name: os.environ.pop(name, None) for name in (*OF_THE_NODES, "COLUMNS")}
     os.environ.update(OF_THE_NODES)
+    names = frozenset(os.environ)
     try:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         cluster.add_node(num_cpus=1)
@@ -55,6 +56,7 @@ def cluster() -> Iterator[Any]:
     finally:
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    cluster.names_of_variables = names
     yield cluster
     cluster.shutdown()
 
@@ -74,6 +76,9 @@ def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
 def test_verdicts_are_those_of_this_machine(
     repository: Repository, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Set in this process by an earlier test, or by Ray, which also takes its debugger's hook from what nodes inherit.
+    for name in os.environ.keys() - (cluster.names_of_variables - {"PYTHONBREAKPOINT"}):
+        monkeypatch.delenv(name)
     monkeypatch.setenv("STATED_BY_THE_CALLER", "a value")
     data = repository.root / "data"
     data.mkdir()
@@ -172,7 +177,7 @@ def test_a_lost_node_costs_a_second_attempt_and_no_verdict(
     node = next(node for node in cluster.worker_nodes if node.node_id != drivers)
     check = start(repository, "--ray", cluster.address, "--json")
     try:
-        wait_for(lambda: len([mark for mark in marks.iterdir() if mark.read_text()]) == 2)
+        wait_for(lambda: len([mark for mark in marks.iterdir() if mark.read_text()]) == 2, 180)
         pids = [int(mark.read_text()) for mark in marks.iterdir()]
         cluster.remove_node(node, allow_graceful=False)
         wait_for(lambda: not all(Path(f"/proc/{pid}").exists() for pid in pids))  # its recipe ends with the node
@@ -184,9 +189,11 @@ def test_a_lost_node_costs_a_second_attempt_and_no_verdict(
     results = json.loads(out)
     assert check.returncode == 0, err
     assert [test["verdict"] for test in results["tests"]] == ["match"] * len(names)
-    assert sorted(test["attempts"] for test in results["tests"]) == [1, 1, 1, 1, 1, 2]
-    (lost,) = (test for test in results["tests"] if test["attempts"] == 2)
-    assert any("attempt 2" in warning for warning in lost["warnings"])
+    # Ray may have handed the lost node a second task already, before it learned of the loss.
+    lost = [test for test in results["tests"] if test["attempts"] == 2]
+    assert 1 <= len(lost) <= 2
+    assert all(test["attempts"] == 1 for test in results["tests"] if test not in lost)
+    assert all(any("attempt 2" in warning for warning in test["warnings"]) for test in lost)
 
 
 @pytest.mark.parametrize(
