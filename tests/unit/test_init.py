@@ -263,7 +263,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_new_user_goes_from_an_empty_repository_to_an_accepted_change(folder: Path, installed: Path) -> None:
-    """Under ten commands, as docs/first_standard.md has them."""
+    """Under ten commands, as docs/ci.md has them."""
 
     def command(*words: str, code: int = 0) -> str:
         environment = {**os.environ, "PATH": f"{installed / 'bin'}{os.pathsep}{os.environ['PATH']}"}
