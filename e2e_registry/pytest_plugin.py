@@ -271,12 +271,11 @@ class RegisteredTest(pytest.Item):
 
     def _record(self) -> None:
         from e2e_registry.comparison import Action
-        from e2e_registry.operations.machines import LocalMachine
+        from e2e_registry.operations.machines import LocalMachine, skip_reason
         from e2e_registry.operations.record import RecordOptions, record_test
         from e2e_registry.reports.recording import change_text
 
-        disabled = self.registration.disabled
-        reason = f"disabled: {disabled}" if disabled else LocalMachine().lacks(self.registration)
+        reason = skip_reason(self.registration, LocalMachine())
         if reason is not None:
             pytest.skip(reason)
         try:

@@ -58,7 +58,7 @@ def check(
     ray: RayAddress = None,
     fail_fast: FailFast = False,
     repeat_on_mismatch: Repeats = 0,
-    gpu_wait: options.GpuWait = options.DEFAULT_GPU_WAIT_S,
+    gpu_wait: options.GpuWait = None,
     allow_busy_gpus: options.AllowBusyGpus = False,
     all_metrics: options.AllMetrics = False,
     allow_empty: options.AllowEmpty = False,
@@ -66,6 +66,7 @@ def check(
 ) -> None:
     """Run tests and compare them with their standards, bit for bit."""
     from e2e_registry.errors import NothingSelectedError
+    from e2e_registry.execution.gpus import DEFAULT_WAIT_S
     from e2e_registry.operations.machines import LocalMachine
     from e2e_registry.operations.results import Results
     from e2e_registry.operations.selection import select
@@ -92,7 +93,7 @@ def check(
     tests = [registration.test_id for registration in registrations]
     results = Results(settings, tests, selection, allow_empty=allow_empty)
     console = make_console()
-    local = LocalMachine(gpu_wait_s=gpu_wait, allows_busy_gpus=allow_busy_gpus)
+    local = LocalMachine(gpu_wait_s=DEFAULT_WAIT_S if gpu_wait is None else gpu_wait, allows_busy_gpus=allow_busy_gpus)
     jobs = jobs or (1 if ray is None else max(len(registrations), 1))
     choices = SuiteOptions(jobs=jobs, fail_fast=fail_fast, repeats=repeat_on_mismatch)
     try:

@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from e2e_registry.config import Settings
     from e2e_registry.operations.selection import Selection
+    from e2e_registry.registration import Registration
 
 Tests = Annotated[list[str] | None, typer.Option("--test", help="A test file; may be given more than once.")]
 Suite = Annotated[str | None, typer.Option("--suite", help="All tests of a suite.")]
@@ -38,12 +39,13 @@ FromResults = Annotated[
         help="The tests whose results ask for a new standard: results.json files, or folders of downloaded artifacts.",
     ),
 ]
-#: As :data:`e2e_registry.operations.machines.DEFAULT_GPU_WAIT_S`, which a command's signature must not import.
-DEFAULT_GPU_WAIT_S = 600.0
 GpuWait = Annotated[
-    float,
+    float | None,
     typer.Option(
-        "--gpu-wait", metavar="SECONDS", min=0, help="How long to wait for a GPU that somebody else computes on."
+        "--gpu-wait",
+        metavar="SECONDS",
+        min=0,
+        help="How long to wait for a GPU that somebody else computes on; ten minutes by default.",
     ),
 ]
 AllowBusyGpus = Annotated[
@@ -90,3 +92,23 @@ def selection(
         match_all_labels=match_all_labels,
         partition=None if partition is None else Partition.parse(partition),
     )
+
+
+def selected(
+    settings: Settings, chosen: Selection, from_results: list[Path] | None
+) -> tuple[list[Registration], frozenset[tuple[str, str | None]] | None]:
+    """Return the tests that are asked for: by results, with the pairs of test and platform that ask, or by options.
+
+    Raises:
+        UsageError: Both select.
+        NothingSelectedError: Neither selects a test.
+    """
+    from e2e_registry.errors import UsageError
+    from e2e_registry.operations.merge import select_recordable
+    from e2e_registry.operations.selection import select
+
+    if not from_results:
+        return select(settings, **chosen), None
+    if any(chosen.values()):
+        raise UsageError("--from-results selects tests, and so does another option", hint="give it alone")
+    return select_recordable(settings, from_results)

@@ -42,10 +42,8 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, as always.")] = False,
 ) -> None:
     """Print the matrix of CI's jobs as JSON, with the verdicts that must come back."""
-    from e2e_registry.errors import NothingSelectedError, UsageError
-    from e2e_registry.operations.merge import select_recordable
+    from e2e_registry.errors import NothingSelectedError
     from e2e_registry.operations.plan import make_plan
-    from e2e_registry.operations.selection import select
     from e2e_registry.storage import append_text
 
     settings = options.settings(test[0] if test else None)
@@ -58,18 +56,12 @@ def plan(
         match_all_labels=match_all_labels,
         partition=None,
     )
-    if from_results and any(chosen.values()):
-        raise UsageError("--from-results selects tests, and so does another option", hint="give it alone")
-    pairs = None
     try:
-        if from_results:
-            registrations, pairs = select_recordable(settings, from_results)
-        else:
-            registrations = select(settings, **chosen)
+        registrations, pairs = options.selected(settings, chosen, from_results)
     except NothingSelectedError:
         if not allow_empty:
             raise
-        registrations = []
+        registrations, pairs = [], None
     made = make_plan(
         registrations, settings, platform=platform, partitions=partitions, head_revision=head_rev, only=pairs
     )

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from e2e_registry.comparison import StandardChange
     from e2e_registry.config import Settings
     from e2e_registry.operations.record import RecordOptions
-    from e2e_registry.operations.selection import Selection
     from e2e_registry.registration import Registration
 
 
@@ -59,7 +58,7 @@ def record(
         match_all_labels=match_all_labels,
         partition=partition,
     )
-    registrations = _select(settings, selection, from_results)
+    registrations, _ = options.selected(settings, selection, from_results)
     if list_only:
         _list(registrations, settings, as_json=json)
         return
@@ -88,19 +87,6 @@ def record(
     if json:
         print_json({"tests": [result.to_json() for result in results]})
     raise typer.Exit(worst_exit_code([*(r.exit_code for r in results), *(e.exit_code for e in failures.values())]))
-
-
-def _select(settings: Settings, selection: Selection, from_results: list[Path] | None) -> list[Registration]:
-    from e2e_registry.errors import UsageError
-    from e2e_registry.operations.selection import select
-
-    if not from_results:
-        return select(settings, **selection)
-    if any(selection.values()):
-        raise UsageError("--from-results selects tests, and so does another option", hint="give it alone")
-    from e2e_registry.operations.merge import select_recordable
-
-    return select_recordable(settings, from_results)[0]
 
 
 def _record_one(registration: Registration, settings: Settings, choices: RecordOptions) -> StandardChange:

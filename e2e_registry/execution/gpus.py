@@ -17,6 +17,9 @@ from e2e_registry.errors import RefusedError
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
+#: Seconds that a GPU which somebody else computes on is waited for, unless told otherwise.
+DEFAULT_WAIT_S = 600.0
+
 #: Seconds between two looks at a GPU that is waited for, and how long ``nvidia-smi`` may take to answer.
 _POLL_S = 5.0
 _QUERY_TIMEOUT_S = 60.0

@@ -14,7 +14,7 @@ from e2e_registry.environment import difference
 from e2e_registry.errors import LostRunError, RegistryError
 from e2e_registry.execution.capacity import Lease
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation
-from e2e_registry.operations.machines import LocalMachine, Machine
+from e2e_registry.operations.machines import LocalMachine, Machine, skip_reason
 from e2e_registry.operations.record import first_disagreement
 from e2e_registry.operations.running import ObservedRun
 from e2e_registry.operations.standards import (
@@ -51,7 +51,7 @@ def check_test(
         repeats: How often a mismatching test is run again. That labels the mismatch and never changes the verdict.
     """
     machine = machine or LocalMachine()
-    reason = f"disabled: {registration.disabled}" if registration.disabled else machine.lacks(registration)
+    reason = skip_reason(registration, machine)
     if reason is not None:
         return Assessment(subject=registration.test_id, verdict=TestVerdict.SKIPPED, reasons=[reason])
     quarantine = quarantine_text(registration)

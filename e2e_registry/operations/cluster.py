@@ -26,7 +26,7 @@ from e2e_registry.determinism.variables import ChildEnvironment, is_captured
 from e2e_registry.environment import source_facts
 from e2e_registry.errors import StorageError, UsageError
 from e2e_registry.execution.capacity import Lease
-from e2e_registry.execution.gpus import VISIBLE_VARIABLE, visible_gpus, wait_until_empty
+from e2e_registry.execution.gpus import VISIBLE_VARIABLE, visible_gpus
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation
 from e2e_registry.execution.ray_pool import Attempt, RayPool
 from e2e_registry.execution.working_tree import read_working_tree
@@ -195,13 +195,7 @@ def run_on_node(
     top = Path.cwd()
     _restore_links(top, order.links)
     devices = visible_gpus()[: order.registration.num_gpus]
-    if devices and not order.machine.allows_busy_gpus:
-        wait_until_empty(
-            devices,
-            patience_s=order.machine.gpu_wait_s,
-            on_wait=on_line,
-            is_cancelled=lambda: cancellation.is_cancelled,
-        )
+    order.machine.wait_for(devices, on_line=on_line, cancellation=cancellation)
     caller = node_environment(os.environ, order.variables, top, order.python_path)
     if devices:
         caller[VISIBLE_VARIABLE] = ",".join(devices)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from e2e_registry.config import Settings
 from e2e_registry.execution.capacity import Capacity, Lease, available_cpus
-from e2e_registry.execution.gpus import visible_gpus, wait_until_empty
+from e2e_registry.execution.gpus import DEFAULT_WAIT_S, visible_gpus, wait_until_empty
 from e2e_registry.execution.launcher import Cancellation
 from e2e_registry.operations.running import ObservedRun, run_test
 from e2e_registry.registration import Registration
-
-#: Seconds that a GPU which somebody else computes on is waited for.
-DEFAULT_GPU_WAIT_S = 600.0
 
 
 class Machine(Protocol):
@@ -46,6 +43,11 @@ class Machine(Protocol):
         """
 
 
+def skip_reason(registration: Registration, machine: Machine) -> str | None:
+    """Return why a test is not run on a machine at all; None if it is."""
+    return f"disabled: {registration.disabled}" if registration.disabled else machine.lacks(registration)
+
+
 @dataclass(frozen=True)
 class LocalMachine:
     """This machine.
@@ -55,7 +57,7 @@ class LocalMachine:
         allows_busy_gpus: Whether a test may share its GPU with whatever else computes there.
     """
 
-    gpu_wait_s: float = DEFAULT_GPU_WAIT_S
+    gpu_wait_s: float = DEFAULT_WAIT_S
     allows_busy_gpus: bool = False
 
     @property
@@ -86,6 +88,21 @@ class LocalMachine:
     ) -> ObservedRun:
         """Run the test on the devices of its lease, once they are empty."""
         devices = visible_gpus()[: registration.num_gpus] if lease is None else lease.gpus
+        self.wait_for(devices, on_line=on_line, cancellation=cancellation)
+        return run_test(registration, settings, on_line=on_line, cancellation=cancellation, devices=devices)
+
+    def wait_for(
+        self,
+        devices: Sequence[str],
+        *,
+        on_line: Callable[[str], None] | None,
+        cancellation: Cancellation | None,
+    ) -> None:
+        """Return once nobody else computes on the devices, or the test may run beside whoever does.
+
+        Raises:
+            RefusedError: They are still in use after :attr:`gpu_wait_s`.
+        """
         if devices and not self.allows_busy_gpus:
             wait_until_empty(
                 devices,
@@ -93,4 +110,3 @@ class LocalMachine:
                 on_wait=on_line or (lambda line: None),
                 is_cancelled=lambda: cancellation is not None and cancellation.is_cancelled,
             )
-        return run_test(registration, settings, on_line=on_line, cancellation=cancellation, devices=devices)

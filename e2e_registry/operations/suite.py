@@ -13,7 +13,7 @@ from e2e_registry.execution.capacity import Lease
 from e2e_registry.execution.launcher import Cancellation
 from e2e_registry.execution.suite import Demand, Schedule
 from e2e_registry.operations.check import check_test
-from e2e_registry.operations.machines import LocalMachine, Machine
+from e2e_registry.operations.machines import LocalMachine, Machine, skip_reason
 from e2e_registry.operations.results import Ending, Results
 from e2e_registry.registration import Registration
 
@@ -113,7 +113,7 @@ def _in_starting_order(registrations: Sequence[Registration], jobs: int) -> list
 
 def _demand(registration: Registration, machine: Machine) -> Demand:
     """Return what a test is given while it runs: nothing if it will be skipped."""
-    if registration.disabled or machine.lacks(registration) is not None:
+    if skip_reason(registration, machine) is not None:
         return Demand(0, 0)
     return Demand(registration.num_cpus, registration.num_gpus)
 
