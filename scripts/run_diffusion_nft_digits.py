@@ -5,7 +5,7 @@ from diffusers) is warmed up on real digits, then improved by reinforcement lear
 a few prompts a group of images is drawn from the old policy by an ODE sampler; a classifier that was trained on real
 digits gives the reward. The images are noised anew, and the policy is regressed on them, towards the good ones and away
 from the bad ones, against the old policy, which follows by an exponential moving average and goes to the engine. It
-runs with no arguments and needs no registry; under the registry its metrics become series. ``docs/recipes.md`` says
+runs alone, with no arguments; under the registry its metrics become series. ``docs/recipes.md`` says
 what is measured, and what it shows.
 """
 

@@ -2,7 +2,7 @@
 
 The smallest recipe that holds what real training code gets wrong: worker processes that augment with NumPy, a
 shuffled sampler, an embedding, attention, gradient clipping, an optimizer with state and a learning-rate schedule,
-and evaluation. It runs with no arguments and needs no registry; under the registry its metrics become series.
+and evaluation. It runs alone, with no arguments; under the registry its metrics become series.
 
 Every operation is one whose bits the profile ``cpu-portable`` makes equal on all x86-64 CPUs. That rules out torch's
 ``sqrt`` and with it every AdamW but the fused one, and normal deviates inside the workers

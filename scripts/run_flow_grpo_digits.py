@@ -4,7 +4,7 @@ A small instance of what teams run on GPUs: a class-conditional flow-matching mo
 from diffusers) is warmed up on real digits, then improved by reinforcement learning. For each of a few prompts a group
 of images is drawn by an SDE sampler with a log-prob for each transition; a classifier that was trained on real digits
 gives the reward; advantages are relative to the group; PPO's clipped objective trains the sharded policy, whose
-weights go back to the engine. It runs with no arguments and needs no registry; under the registry its metrics become
+weights go back to the engine. It runs alone, with no arguments; under the registry its metrics become
 series. ``docs/recipes.md`` says what is measured, and what it shows.
 """
 

@@ -3,9 +3,8 @@
 A small instance of how teams fine-tune latent diffusion models on GPUs: images are encoded once into a cache of latents
 on disk, and a class-conditional flow-matching transformer trains from the cache. The transformer is a native model
 package, ``e2e_registry.recipes.small_dit``, whose attention kernel torch's strict mode does not reach; the kernel is
-registered with the toolkit, forced to be deterministic, and checked when each actor starts. It runs with no arguments
-and needs no registry; under the registry its metrics become series. ``docs/recipes.md`` says what is measured, and what
-it shows.
+registered with the toolkit, forced to be deterministic, and checked when each actor starts. It runs alone, with no
+arguments; under the registry its metrics become series. ``docs/recipes.md`` says what is measured, and what it shows.
 """
 
 from __future__ import annotations
@@ -14,28 +13,24 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes import latent_cache
 from e2e_registry.recipes.actor_group import ActorGroup, AttentionOptions, GroupSpec, launch
-from e2e_registry.recipes.command_line import TrainDtypeArgs, command_line, parse_env_vars
+from e2e_registry.recipes.command_line import ActorArgs, TrainDtypeArgs, command_line
 from e2e_registry.recipes.small_dit import ATTENTION_KERNELS
 from e2e_registry.recording.layout import RUN_DIR_VARIABLE
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptArgs(TrainDtypeArgs):
+class ScriptArgs(ActorArgs, TrainDtypeArgs):
     """The options of the command line."""
 
-    deterministic_mode: Annotated[
-        bool,
-        typer.Option("--deterministic-mode", help="Pin each actor's environment, and switch to strict kernels in it."),
-    ] = False
     seed: Annotated[int, typer.Option(min=0, help="Of weights, the order of samples, and noise.")] = 0
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 4
     train_images: Annotated[
@@ -43,7 +38,6 @@ class ScriptArgs(TrainDtypeArgs):
     ] = 1437
     batch_size: Annotated[int, typer.Option(min=1, help="Images a step, over all ranks.")] = 64
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of AdamW.")] = 2e-3
-    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="Gradients are clipped to this norm.")] = 1.0
     cache_dir: Annotated[
         Path | None,
         typer.Option(
@@ -51,20 +45,9 @@ class ScriptArgs(TrainDtypeArgs):
             "Default: in the run's folder."
         ),
     ] = None
-    train_ranks: Annotated[int, typer.Option(min=1, help="FSDP ranks.")] = 2
     fsdp_attention_backend: Annotated[
         str | None, typer.Option(help="A backend of diffusers, instead of the model package's own kernel.")
     ] = None
-    train_env_vars: Annotated[
-        list[str], typer.Option(metavar="NAME=VALUE", help="For each actor, before the profile; may be repeated.")
-    ] = field(default_factory=list)
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Of all actors.")] = "cpu"
-    profile: Annotated[
-        str | None, typer.Option(help="Determinism profile; default: cpu-portable or cuda, by device.")
-    ] = None
-    ray_address: Annotated[str, typer.Option(help="A Ray cluster; `local` starts one for this run and ends it.")] = (
-        "local"
-    )
 
 
 def train_spec(args: ScriptArgs) -> GroupSpec:
@@ -88,11 +71,8 @@ def train_spec(args: ScriptArgs) -> GroupSpec:
             "dtypes": args.dtypes(),
         },
         world_size=args.train_ranks,
-        device=args.device,
-        profile=args.profile,
-        deterministic=args.deterministic_mode,
         seed=args.seed,
-        env_vars=parse_env_vars(args.train_env_vars, flag="--train-env-vars"),
+        **args.of_every_group(),
         attention=AttentionOptions(
             backend=args.fsdp_attention_backend,
             # The package's own kernel needs nothing of diffusers, whose import takes seconds in every actor.

@@ -14,6 +14,17 @@ from torch import Tensor
 from e2e_registry.errors import UsageError
 
 
+def grouped(rewards: Tensor, group_size: int) -> Tensor:
+    """Return rewards of shape ``(groups * group_size,)``, the samples of a group neighbours, a row a group.
+
+    Raises:
+        UsageError: The rewards are no whole number of groups.
+    """
+    if group_size < 1 or rewards.ndim != 1 or rewards.numel() % group_size:
+        raise UsageError(f"rewards of shape {tuple(rewards.shape)} are not whole groups of {group_size}")
+    return rewards.view(-1, group_size)
+
+
 def group_advantages(rewards: Tensor, group_size: int, *, epsilon: float = 1e-4) -> Tensor:
     """Return each sample's reward relative to its group: ``(r - mean) / (std + epsilon)``.
 
@@ -28,9 +39,7 @@ def group_advantages(rewards: Tensor, group_size: int, *, epsilon: float = 1e-4)
     Raises:
         UsageError: The rewards are no whole number of groups.
     """
-    if group_size < 1 or rewards.ndim != 1 or rewards.numel() % group_size:
-        raise UsageError(f"rewards of shape {tuple(rewards.shape)} are not whole groups of {group_size}")
-    groups = rewards.view(-1, group_size)
+    groups = grouped(rewards, group_size)
     centred = groups - groups.mean(dim=1, keepdim=True)
     std = groups.std(dim=1, keepdim=True) if group_size > 1 else torch.zeros_like(groups)
     return (centred / (std + epsilon)).view(-1)

@@ -1,7 +1,7 @@
 """The command line of a recipe: a Typer option for each field of its ``ScriptArgs`` dataclass.
 
-Recipes that shard with FSDP2 inherit the options of :class:`TrainDtypeArgs`, and those with an engine too, the options
-of :class:`RolloutDtypeArgs`.
+Recipes on Ray inherit the options of :class:`ActorArgs`; those that shard with FSDP2 also those of
+:class:`TrainDtypeArgs`, and those with an engine too, those of :class:`RolloutDtypeArgs`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
@@ -64,6 +64,41 @@ def _fields(args_type: type[Any]) -> list[dataclasses.Field[Any]]:
 
 def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorArgs:
+    """The options that say where and how a recipe's actors run."""
+
+    deterministic_mode: Annotated[
+        bool,
+        typer.Option("--deterministic-mode", help="Pin each actor's environment, and switch to strict kernels in it."),
+    ] = False
+    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="Gradients are clipped to this norm.")] = 1.0
+    train_ranks: Annotated[int, typer.Option(min=1, help="FSDP ranks.")] = 2
+    train_env_vars: Annotated[
+        list[str], typer.Option(metavar="NAME=VALUE", help="For each actor, before the profile; may be repeated.")
+    ] = field(default_factory=list)
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Of all actors.")] = "cpu"
+    profile: Annotated[
+        str | None, typer.Option(help="Determinism profile; default: cpu-portable or cuda, by device.")
+    ] = None
+    ray_address: Annotated[str, typer.Option(help="A Ray cluster; `local` starts one for this run and ends it.")] = (
+        "local"
+    )
+
+    def of_every_group(self) -> dict[str, Any]:
+        """Return the fields of :class:`~e2e_registry.recipes.actor.GroupSpec` that are the same for all groups.
+
+        Raises:
+            UsageError: A variable is not NAME=VALUE.
+        """
+        return {
+            "device": self.device,
+            "profile": self.profile,
+            "deterministic": self.deterministic_mode,
+            "env_vars": parse_env_vars(self.train_env_vars, flag="--train-env-vars"),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from e2e_registry.errors import UsageError
+from e2e_registry.recipes.algorithms import grouped
 
 
 def optimality_probability(rewards: Tensor, group_size: int, clip: float, *, epsilon: float = 1e-4) -> Tensor:
@@ -33,9 +33,7 @@ def optimality_probability(rewards: Tensor, group_size: int, clip: float, *, eps
     Raises:
         UsageError: The rewards are no whole number of groups.
     """
-    if group_size < 1 or rewards.ndim != 1 or rewards.numel() % group_size:
-        raise UsageError(f"rewards of shape {tuple(rewards.shape)} are not whole groups of {group_size}")
-    groups = rewards.view(-1, group_size)
+    groups = grouped(rewards, group_size)
     centred = (groups - groups.mean(dim=1, keepdim=True)).view(-1)
     std = rewards.std() if rewards.numel() > 1 else torch.zeros_like(rewards).sum()
     return 0.5 + 0.5 * (centred / (clip * (std + epsilon))).clamp(-1.0, 1.0)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor_group import ActorGroup, AttentionOptions, GroupSpec
-from e2e_registry.recipes.command_line import RolloutDtypeArgs, parse_env_vars
+from e2e_registry.recipes.command_line import ActorArgs, RolloutDtypeArgs
 from e2e_registry.recipes.rollout_config import RolloutConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutArgs(RolloutDtypeArgs):
+class RolloutArgs(ActorArgs, RolloutDtypeArgs):
     """Options of every recipe that trains a policy by samples that an engine draws from it."""
 
-    deterministic_mode: Annotated[
-        bool,
-        typer.Option("--deterministic-mode", help="Pin each actor's environment, and switch to strict kernels in it."),
-    ] = False
     seed: Annotated[int, typer.Option(min=0, help="Of weights, data, prompts and noise.")] = 0
     num_rollout: Annotated[int, typer.Option(min=1, help="Rollouts; each is trained on before the next.")] = 4
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of a rollout.")] = 8
@@ -30,11 +26,9 @@ class RolloutArgs(RolloutDtypeArgs):
         int | None, typer.Option(min=1, help="Samples of a forward pass, in engine and trainer; default: a rank's all.")
     ] = None
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the policy updates.")] = 3e-4
-    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="Gradients are clipped to this norm.")] = 1.0
     warm_up_steps: Annotated[int, typer.Option(min=0, help="Supervised steps before the first rollout.")] = 90
     warm_up_batch_size: Annotated[int, typer.Option(min=1, help="Samples of a supervised step.")] = 64
     warm_up_lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the supervised steps.")] = 3e-3
-    train_ranks: Annotated[int, typer.Option(min=1, help="FSDP ranks.")] = 2
     colocate: Annotated[
         bool, typer.Option("--colocate/--disaggregate", help="Whether the engine shares train rank 0's device.")
     ] = True
@@ -42,16 +36,6 @@ class RolloutArgs(RolloutDtypeArgs):
         int | None,
         typer.Option(min=0, help="Of prompts, sampling and a trained reward model; default: --seed."),
     ] = None
-    train_env_vars: Annotated[
-        list[str], typer.Option(metavar="NAME=VALUE", help="For each actor, before the profile; may be repeated.")
-    ] = field(default_factory=list)
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Of all actors.")] = "cpu"
-    profile: Annotated[
-        str | None, typer.Option(help="Determinism profile; default: cpu-portable or cuda, by device.")
-    ] = None
-    ray_address: Annotated[str, typer.Option(help="A Ray cluster; `local` starts one for this run and ends it.")] = (
-        "local"
-    )
 
     def shared_config(self) -> dict[str, Any]:
         """Return the fields of :class:`~e2e_registry.recipes.rollout_config.RolloutConfig`.
@@ -89,13 +73,7 @@ def actor_groups(
     """
     rollout_seed = args.seed if args.rollout_seed is None else args.rollout_seed
     dtypes = args.dtypes()
-    shared: dict[str, Any] = {
-        "device": args.device,
-        "profile": args.profile,
-        "deterministic": args.deterministic_mode,
-        "env_vars": parse_env_vars(args.train_env_vars, flag="--train-env-vars"),
-        "attention": attention,
-    }
+    shared = {**args.of_every_group(), "attention": attention}
     train = GroupSpec(
         role="train",
         actor=trainer,

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -107,3 +107,37 @@ def values(run_dir: Path, metric: str) -> list[float]:
         if batch.key.metric == metric
         for value in decode_values(batch.dtype, batch.bits).tolist()
     ]
+
+
+# --- faults that are planted --------------------------------------------------------------------------------------
+
+Plant = Callable[[pytest.MonkeyPatch, ModuleType], None]
+
+
+def other_options(**options: Any) -> Plant:
+    """Run the script with options that differ from those it is given."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
+        original = script.ScriptArgs
+        monkeypatch.setattr(script, "ScriptArgs", lambda **given: original(**{**given, **options}))
+
+    return plant
+
+
+def skip_the_second_sync(monkeypatch: pytest.MonkeyPatch, engine: type[Any]) -> None:
+    """Have an engine keep its weights at the second sync."""
+    original = engine.load_weights
+    calls: list[int] = []
+
+    def load(self: Any, weights: Any) -> None:
+        calls.append(0)
+        if len(calls) != 2:
+            original(self, weights)
+
+    monkeypatch.setattr(engine, "load_weights", load)
+
+
+def shift_groups(monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: str) -> None:
+    """Have a function of rewards take groups that are off by one sample."""
+    original = getattr(module, function)
+    monkeypatch.setattr(module, function, lambda rewards, *rest: original(rewards.roll(-1), *rest).roll(1))

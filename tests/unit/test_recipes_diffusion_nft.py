@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_actors import compare_runs, load_script, process_group, values
+from local_actors import (
+    Plant,
+    compare_runs,
+    load_script,
+    other_options,
+    process_group,
+    shift_groups,
+    skip_the_second_sync,
+    values,
+)
 from numpy.typing import NDArray
 
 from e2e_registry.errors import UsageError
@@ -23,8 +32,6 @@ from e2e_registry.recipes.diffusion_nft_config import DiffusionNftConfig
 from e2e_registry.recipes.nft_objective import nft_loss, optimality_probability
 
 SMALL = {"num_rollout": 3, "prompts": 4, "group_size": 4, "denoise_steps": 3, "warm_up_steps": 3, "train_ranks": 1}
-
-Plant = Callable[[pytest.MonkeyPatch, ModuleType], None]
 
 # --- the objective ----------------------------------------------------------------------------------------------------
 
@@ -224,14 +231,6 @@ def test_a_rollout_and_the_training_on_the_one_before_it_run_at_the_same_time(
 # --- faults that must show --------------------------------------------------------------------------------------------
 
 
-def _other_options(**options: Any) -> Plant:
-    def plant(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-        original = script.ScriptArgs
-        monkeypatch.setattr(script, "ScriptArgs", lambda **given: original(**{**given, **options}))
-
-    return plant
-
-
 def _swap_rewards(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
     original = digits_policy.read_probability
     order = [1, 0, *range(2, 16)]
@@ -239,10 +238,7 @@ def _swap_rewards(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
 
 
 def _shift_groups(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    original = diffusion_nft.optimality_probability
-    monkeypatch.setattr(
-        diffusion_nft, "optimality_probability", lambda rewards, *rest: original(rewards.roll(-1), *rest).roll(1)
-    )
+    shift_groups(monkeypatch, diffusion_nft, "optimality_probability")
 
 
 def _drop_a_sample(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
@@ -251,15 +247,7 @@ def _drop_a_sample(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
 
 
 def _skip_the_second_sync(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    original = diffusion_nft.DiffusionNftEngine.load_weights
-    calls: list[int] = []
-
-    def load(self: Any, weights: Any) -> None:
-        calls.append(0)
-        if len(calls) != 2:
-            original(self, weights)
-
-    monkeypatch.setattr(diffusion_nft.DiffusionNftEngine, "load_weights", load)
+    skip_the_second_sync(monkeypatch, diffusion_nft.DiffusionNftEngine)
 
 
 def _swap_the_branches(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
@@ -270,10 +258,10 @@ def _swap_the_branches(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> N
 @pytest.mark.parametrize(
     ("plant", "first", "step"),
     [
-        pytest.param(_other_options(seed=1), "rollout/reward_model", 0, id="another seed"),
-        pytest.param(_other_options(lr=1e-3 * 1.001), "train/grad_norm", 1, id="learning rate 0.1% higher"),
-        pytest.param(_other_options(beta=1.001), "train/grad_norm", 0, id="beta 0.1% higher"),
-        pytest.param(_other_options(decay_growth=0.021), "train/old_policy_decay", 1, id="another decay"),
+        pytest.param(other_options(seed=1), "rollout/reward_model", 0, id="another seed"),
+        pytest.param(other_options(lr=1e-3 * 1.001), "train/grad_norm", 1, id="learning rate 0.1% higher"),
+        pytest.param(other_options(beta=1.001), "train/grad_norm", 0, id="beta 0.1% higher"),
+        pytest.param(other_options(decay_growth=0.021), "train/old_policy_decay", 1, id="another decay"),
         pytest.param(_swap_rewards, "rollout/rewards", 0, id="two rewards swapped"),
         pytest.param(_shift_groups, "train/optimality", 0, id="groups off by one"),
         pytest.param(_drop_a_sample, "rollout/reward/raw_mean", 0, id="a sample dropped"),

@@ -13,15 +13,22 @@ from typing import Any
 import local_actors
 import pytest
 import torch
-from local_actors import compare_runs, load_script, process_group, values
+from local_actors import (
+    Plant,
+    compare_runs,
+    load_script,
+    other_options,
+    process_group,
+    shift_groups,
+    skip_the_second_sync,
+    values,
+)
 
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes import digits_policy, flow_grpo
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "run_flow_grpo_digits.py"
 SMALL = {"num_rollout": 2, "prompts": 4, "group_size": 4, "denoise_steps": 3, "warm_up_steps": 3, "train_ranks": 1}
-
-Plant = Callable[[pytest.MonkeyPatch, ModuleType], None]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,14 +82,6 @@ def test_an_engine_in_bfloat16_holds_the_rounded_weights_and_is_measured(script:
     assert all(1e-5 < value < 0.1 for value in values(rounded, "train/model_output_mean_abs_diff"))
 
 
-def _other_options(**options: Any) -> Plant:
-    def plant(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-        original = script.ScriptArgs
-        monkeypatch.setattr(script, "ScriptArgs", lambda **given: original(**{**given, **options}))
-
-    return plant
-
-
 def _change_rewards(change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
         original = digits_policy.read_probability
@@ -96,8 +95,7 @@ def _swap(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_groups(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    original = flow_grpo.group_advantages
-    monkeypatch.setattr(flow_grpo, "group_advantages", lambda rewards, size: original(rewards.roll(-1), size).roll(1))
+    shift_groups(monkeypatch, flow_grpo, "group_advantages")
 
 
 def _drop_a_sample(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
@@ -106,23 +104,15 @@ def _drop_a_sample(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
 
 
 def _skip_the_sync(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    original = flow_grpo.FlowGrpoEngine.load_weights
-    calls: list[int] = []
-
-    def load_once(self: Any, weights: Any) -> None:
-        calls.append(0)
-        if len(calls) == 1:
-            original(self, weights)
-
-    monkeypatch.setattr(flow_grpo.FlowGrpoEngine, "load_weights", load_once)
+    skip_the_second_sync(monkeypatch, flow_grpo.FlowGrpoEngine)
 
 
 @pytest.mark.parametrize(
     ("plant", "first", "step"),
     [
-        pytest.param(_other_options(seed=1), "rollout/reward_model", 0, id="another seed"),
-        pytest.param(_other_options(rollout_seed=1), "rollout/reward_model", 0, id="another rollout seed"),
-        pytest.param(_other_options(lr=3e-4 * 1.001), "train/grad_norm", 1, id="learning rate 0.1% higher"),
+        pytest.param(other_options(seed=1), "rollout/reward_model", 0, id="another seed"),
+        pytest.param(other_options(rollout_seed=1), "rollout/reward_model", 0, id="another rollout seed"),
+        pytest.param(other_options(lr=3e-4 * 1.001), "train/grad_norm", 1, id="learning rate 0.1% higher"),
         pytest.param(_change_rewards(_swap), "rollout/rewards", 0, id="two rewards swapped"),
         pytest.param(_shift_groups, "train/advantages", 0, id="groups off by one"),
         pytest.param(_drop_a_sample, "rollout/reward/raw_mean", 0, id="a sample dropped"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +15,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from local_actors import compare_runs, load_script, run, values
+from local_actors import (
+    Plant,
+    compare_runs,
+    load_script,
+    other_options,
+    run,
+    shift_groups,
+    skip_the_second_sync,
+    values,
+)
 from torch import distributed
 from torch.distributions import Categorical, kl_divergence
 
@@ -233,7 +242,6 @@ SMALL = {
     "warm_up_batch_size": 32,
     "train_ranks": 1,
 }
-Plant = Callable[[pytest.MonkeyPatch, ModuleType], None]
 
 
 @pytest.fixture(scope="module")
@@ -347,14 +355,6 @@ def series(run_dir: Path, metric: str) -> list[list[float]]:
     return [decode_values(batch.dtype, batch.bits).tolist() for batch in found]
 
 
-def _other_options(**options: Any) -> Plant:
-    def plant(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-        original = script.ScriptArgs
-        monkeypatch.setattr(script, "ScriptArgs", lambda **given: original(**{**given, **options}))
-
-    return plant
-
-
 def _swap_rewards(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
     original = ArithmeticTask.rewards
 
@@ -368,10 +368,7 @@ def _swap_rewards(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
 
 
 def _shift_groups(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    original = grpo_arithmetic.group_advantages
-    monkeypatch.setattr(
-        grpo_arithmetic, "group_advantages", lambda rewards, size: original(rewards.roll(-1), size).roll(1)
-    )
+    shift_groups(monkeypatch, grpo_arithmetic, "group_advantages")
 
 
 def _drop_a_sample(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
@@ -384,15 +381,7 @@ def _drop_a_sample(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
 
 
 def _skip_the_sync(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
-    original = grpo_arithmetic.GrpoEngine.load_weights
-    calls: list[int] = []
-
-    def load_once(self: Any, weights: Any) -> None:
-        calls.append(0)
-        if len(calls) == 1:
-            original(self, weights)
-
-    monkeypatch.setattr(grpo_arithmetic.GrpoEngine, "load_weights", load_once)
+    skip_the_second_sync(monkeypatch, grpo_arithmetic.GrpoEngine)
 
 
 def _count_padding(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
@@ -434,12 +423,12 @@ def _scale_a_block(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("plant", "first", "step"),
     [
-        pytest.param(_other_options(seed=1), "data/warm_up", 0, id="another seed"),
-        pytest.param(_other_options(rollout_seed=1), "rollout/prompts", 0, id="another rollout seed"),
-        pytest.param(_other_options(lr=5e-4 * 1.001), "train/entropy", 1, id="learning rate 0.1% higher"),
-        pytest.param(_other_options(clip_high=0.01, clip_low=0.01), "train/clip_fraction", 1, id="another clip range"),
-        pytest.param(_other_options(kl_coefficient=0.0011), "train/grad_norm", 1, id="divergence weighted otherwise"),
-        pytest.param(_other_options(entropy_coefficient=0.0), "train/grad_norm", 0, id="no entropy bonus"),
+        pytest.param(other_options(seed=1), "data/warm_up", 0, id="another seed"),
+        pytest.param(other_options(rollout_seed=1), "rollout/prompts", 0, id="another rollout seed"),
+        pytest.param(other_options(lr=5e-4 * 1.001), "train/entropy", 1, id="learning rate 0.1% higher"),
+        pytest.param(other_options(clip_high=0.01, clip_low=0.01), "train/clip_fraction", 1, id="another clip range"),
+        pytest.param(other_options(kl_coefficient=0.0011), "train/grad_norm", 1, id="divergence weighted otherwise"),
+        pytest.param(other_options(entropy_coefficient=0.0), "train/grad_norm", 0, id="no entropy bonus"),
         pytest.param(_swap_rewards, "rollout/rewards", 0, id="two rewards swapped"),
         pytest.param(_shift_groups, "train/advantages", 0, id="groups off by one"),
         pytest.param(_drop_a_sample, "rollout/prompts", 0, id="a sample dropped"),
