@@ -6,6 +6,7 @@ which attempt it is. A cluster that was not started here is never stopped, only 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -310,7 +311,7 @@ def _do(work: NodeWork, order: Any, board: Any, key: str) -> Any:
     That interrupt is seen between two instructions of Python alone, so the main thread must not sleep in a call.
     """
     ray = _import_ray()
-    attempt = Attempt(ray.get(board.begin.remote(key)), ray.util.get_node_ip_address())
+    attempt = Attempt(_wait_holding_cores(board.begin.remote(key)), ray.util.get_node_ip_address())
     cancellation = Cancellation()
     outcome: list[Any] = []
     errors: list[BaseException] = []
@@ -333,6 +334,14 @@ def _do(work: NodeWork, order: Any, board: Any, key: str) -> Any:
     if errors:
         raise errors[0]
     return outcome[0]
+
+
+def _wait_holding_cores(ref: Any) -> Any:
+    """Return what ``ref`` will hold. ``ray.get`` would lend this task's cores to another task while it waits."""
+    future = ref.future()
+    while not future.done():
+        concurrent.futures.wait([future], timeout=_CANCEL_S)
+    return future.result()
 
 
 class _Throttle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -194,6 +195,53 @@ def test_a_lost_node_costs_a_second_attempt_and_no_verdict(
     assert 1 <= len(lost) <= 2
     assert all(test["attempts"] == 1 for test in results["tests"] if test not in lost)
     assert all(any("attempt 2" in warning for warning in test["warnings"]) for test in lost)
+
+
+def workers_titled(title: str, cluster: Any) -> list[int]:
+    """Return the workers of this cluster, and of no other on this machine, that Ray has given this title."""
+    session = Path(cluster.head_node.get_session_dir_path())
+    pids = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_titled = (path / "cmdline").read_bytes().startswith(title.encode())
+            if is_titled and (path / "cwd").readlink().is_relative_to(session):
+                pids.append(int(path.name))
+    return pids
+
+
+def test_no_more_tests_run_than_there_are_cores_for_while_the_driver_is_slow(
+    repository: Repository, cluster: Any, tmp_path: Path
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    body = (
+        f"import os, time; open({str(marks)!r} + '/' + str(os.getpid()), 'w')\n"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.05)\n"
+    )
+    repository.write_recipe(body=body)
+    names = [f"test_{letter}" for letter in "abcdef"]
+    for name in names:
+        repository.write_test(name)
+    check = start(repository, "--ray", cluster.address)
+    try:
+        # Tasks that have begun ask the board, which does not answer: so they wait, and must keep their cores.
+        wait_for(lambda: workers_titled("ray::Board", cluster), 180)
+        boards = workers_titled("ray::Board", cluster)
+        for pid in boards:
+            os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: len(workers_titled("ray::tests/e2e/", cluster)) >= 2, 180)
+        time.sleep(5)
+        for pid in boards:
+            os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: len(list(marks.iterdir())) >= 2, 180)
+        time.sleep(3)
+        assert len(list(marks.iterdir())) == 2
+        (tmp_path / "go").touch()
+        _, err = check.communicate(timeout=180)
+    finally:
+        check.kill()
+    assert check.returncode == 4, err  # the recipe logs nothing
+    assert len(list(marks.iterdir())) == len(names) + 1
 
 
 @pytest.mark.parametrize(
