@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 import fnmatch
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Literal, get_args
 
-from e2e_registry.errors import UsageError
+from e2e_registry.errors import RegistrationError, UsageError, exit_if_script
 
 Side = Literal["increase", "decrease"]
 Reduction = Literal["median", "mean", "last"]
@@ -26,6 +28,10 @@ def _check_bound(name: str, value: object) -> None:
         raise UsageError(f"{name}={value!r} is not a bound: it must be finite")
     if value < 0:
         raise UsageError(f"{name}={value!r} is negative")
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}:tolerances"
 
 
 def _check_count(name: str, value: object) -> None:
@@ -66,6 +72,14 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         """Refuse what could not mean anything, once, so that the comparer need not."""
+        try:
+            self._validate()
+        except UsageError as error:
+            caller = sys._getframe(2)  # of the constructor that called this
+            exit_if_script(RegistrationError(error.message, where=_place(caller), hint=error.hint), caller)
+            raise
+
+    def _validate(self) -> None:
         _check_bound("atol", self.atol)
         _check_bound("rtol", self.rtol)
         _check_count("ulp", self.ulp)

@@ -61,7 +61,7 @@ def check_test(
     try:
         run = run_once()
         if _is_cancelled(cancellation) and run.is_interrupted:
-            return _interrupted(registration, run, settings)
+            return dataclasses.replace(_interrupted(registration, run, settings), quarantine=quarantine)
         assessment = assess(registration, run, settings)
         if not run.problems and not run.pins:
             candidate = display_path(write_candidate(registration, run), settings)

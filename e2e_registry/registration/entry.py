@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn, Unpack
 
 from e2e_registry.config import load_settings
-from e2e_registry.errors import RegistrationError, RegistryError
+from e2e_registry.errors import RegistrationError, RegistryError, exit_if_script
 from e2e_registry.registration.declaration import Registration, RegistrationKeywords
 from e2e_registry.registration.place import locate
 from e2e_registry.registration.validation import validate
@@ -33,11 +33,8 @@ def register_e2e_ci(**keywords: Unpack[RegistrationKeywords]) -> Registration:
         settings = load_settings(file)
         return validate(dict(keywords), locate(file, settings), frame.f_lineno, {}, settings)
     except RegistryError as error:
-        if frame.f_globals.get("__name__") != "__main__" or "__file__" not in frame.f_globals:
-            raise
-        # An uncaught exception would end the process with 1, which says "mismatch".
-        sys.stderr.write(f"{error}\n")
-        raise SystemExit(int(error.exit_code)) from error
+        exit_if_script(error, frame)
+        raise
 
 
 def main(file: str) -> NoReturn:

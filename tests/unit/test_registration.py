@@ -966,6 +966,19 @@ def test_a_script_that_is_refused_exits_as_the_command_does(repo: Path) -> None:
     assert "Traceback" not in ran.stderr
 
 
+def test_a_tolerance_that_is_refused_ends_a_test_file_as_the_command_does_and_no_other_program(repo: Path) -> None:
+    bad = call({"tolerances": "{'train/loss': Tolerance(atol=-1, reason='r')}"})
+    file = put(repo, bad)
+    ran = subprocess.run([sys.executable, file], capture_output=True, text=True, check=False)
+    assert ran.returncode == ExitCode.USAGE
+    line = line_of(bad, "Tolerance(atol=-1")
+    assert ran.stderr == f"{file}:{line}:tolerances: atol=-1 is negative\n"
+    program = "from e2e_registry import RegistryError, Tolerance\ntry: Tolerance()\nexcept RegistryError: print('caught')"
+    (repo / "program.py").write_text(program)
+    other = subprocess.run([sys.executable, repo / "program.py"], capture_output=True, text=True, check=False)
+    assert (other.returncode, other.stdout) == (0, "caught\n")
+
+
 def test_a_script_that_is_accepted_says_nothing(repo: Path) -> None:
     file = put(repo, VALID)
     ran = subprocess.run([sys.executable, file], capture_output=True, text=True, check=False)
