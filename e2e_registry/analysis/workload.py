@@ -11,6 +11,7 @@ from typing import Protocol, Self
 from e2e_registry.config import Settings
 from e2e_registry.environment import redact_command
 from e2e_registry.errors import UsageError
+from e2e_registry.execution.gpus import WHEN_EMPTY, GpuAdmission
 from e2e_registry.operations.running import ObservedRun, run_command, run_test
 from e2e_registry.registration import Registration
 from e2e_registry.tolerance import Policies
@@ -67,6 +68,7 @@ class TestWorkload:
 
     registration: Registration
     settings: Settings
+    gpus: GpuAdmission = WHEN_EMPTY
 
     @property
     def label(self) -> str:
@@ -81,7 +83,7 @@ class TestWorkload:
     def run(self, *, seed: int | None, is_pinned: bool = True, on_line: OnLine | None = None) -> ObservedRun:
         """Run the test's recipe; see :class:`Workload`."""
         registration = self.registration if seed is None else self.registration.with_seed(seed)
-        return run_test(registration, self.settings, on_line=on_line, is_pinned=is_pinned)
+        return run_test(registration, self.settings, on_line=on_line, is_pinned=is_pinned, gpus=self.gpus)
 
     def with_arguments(self, arguments: Sequence[str]) -> TestWorkload:
         """Return the test with more arguments at the end."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from e2e_registry.comparison import Assessment
     from e2e_registry.config import Settings
-    from e2e_registry.operations.machines import LocalMachine, Machine
+    from e2e_registry.execution.gpus import GpuAdmission
+    from e2e_registry.operations.machines import Machine
 
 Jobs = Annotated[
     int | None,
@@ -66,8 +67,6 @@ def check(
 ) -> None:
     """Run tests and compare them with their standards, bit for bit."""
     from e2e_registry.errors import NothingSelectedError
-    from e2e_registry.execution.gpus import DEFAULT_WAIT_S
-    from e2e_registry.operations.machines import LocalMachine
     from e2e_registry.operations.results import Results
     from e2e_registry.operations.selection import select
     from e2e_registry.operations.suite import SuiteOptions, check_suite
@@ -93,11 +92,11 @@ def check(
     tests = [registration.test_id for registration in registrations]
     results = Results(settings, tests, selection, allow_empty=allow_empty)
     console = make_console()
-    local = LocalMachine(gpu_wait_s=DEFAULT_WAIT_S if gpu_wait is None else gpu_wait, allows_busy_gpus=allow_busy_gpus)
+    gpus = options.gpu_admission(gpu_wait, allow_busy_gpus=allow_busy_gpus)
     jobs = jobs or (1 if ray is None else max(len(registrations), 1))
     choices = SuiteOptions(jobs=jobs, fail_fast=fail_fast, repeats=repeat_on_mismatch)
     try:
-        with _machine(ray, settings, local) as machine, SuiteProgress(len(registrations)) as progress:
+        with _machine(ray, settings, gpus) as machine, SuiteProgress(len(registrations)) as progress:
             listener = _Listener(progress, None if json else console, all_metrics=all_metrics)
             check_suite(registrations, settings, results, listener, options=choices, machine=machine)
     finally:  # a check that is ended shows what it knows, too
@@ -108,12 +107,14 @@ def check(
     raise typer.Exit(results.exit_code)
 
 
-def _machine(ray: str | None, settings: Settings, local: LocalMachine) -> AbstractContextManager[Machine]:
+def _machine(ray: str | None, settings: Settings, gpus: GpuAdmission) -> AbstractContextManager[Machine]:
+    from e2e_registry.operations.machines import LocalMachine
+
     if ray is None:
-        return contextlib.nullcontext(local)
+        return contextlib.nullcontext(LocalMachine(gpus))
     from e2e_registry.operations.cluster import RayCluster
 
-    return RayCluster(ray, settings, local)
+    return RayCluster(ray, settings, gpus)
 
 
 class _Listener:

@@ -15,6 +15,7 @@ from e2e_registry.errors import UsageError
 if TYPE_CHECKING:
     from e2e_registry.config import Settings
     from e2e_registry.determinism.diagnosis import Diagnosis
+    from e2e_registry.execution.gpus import GpuAdmission
 
 Run = Annotated[
     Path | None,
@@ -42,6 +43,8 @@ def doctor(
     pinned: Pinned = False,
     fresh: Fresh = False,
     timeout: workloads.Timeout = 3600.0,
+    gpu_wait: options.GpuWait = None,
+    allow_busy_gpus: options.AllowBusyGpus = False,
     json: options.Json = False,
 ) -> None:
     """Say what is set, effective, late or missing: in this shell, a test, a kept run or a command.
@@ -55,7 +58,10 @@ def doctor(
     if sum(what is not None for what in (test, run, command)) > 1:
         raise UsageError("say one thing to judge: --test FILE, a kept run, or a command after --")
     settings = options.settings(test)
-    diagnosis = _diagnose(run, test, command, profile, settings, is_pinned=pinned, is_fresh=fresh, timeout_s=timeout)
+    gpus = options.gpu_admission(gpu_wait, allow_busy_gpus=allow_busy_gpus)
+    diagnosis = _diagnose(
+        run, test, command, profile, settings, is_pinned=pinned, is_fresh=fresh, timeout_s=timeout, gpus=gpus
+    )
     if json:
         print_json(diagnosis.to_json())
     else:
@@ -73,6 +79,7 @@ def _diagnose(
     is_pinned: bool,
     is_fresh: bool,
     timeout_s: float,
+    gpus: GpuAdmission,
 ) -> Diagnosis:
     from e2e_registry.operations.doctor import diagnose_command, diagnose_run, diagnose_shell, diagnose_test
     from e2e_registry.registration import find_test
@@ -82,7 +89,7 @@ def _diagnose(
             raise UsageError("--profile does not go with --test: a test declares its profile")
         registration = find_test(settings, test)
         with progress(registration.test_id) as on_line:
-            return diagnose_test(registration, settings, is_fresh=is_fresh, on_line=on_line)
+            return diagnose_test(registration, settings, is_fresh=is_fresh, on_line=on_line, gpus=gpus)
     if run is not None:
         return diagnose_run(run, settings, profile=profile)
     profile = profile or workloads.DEFAULT_PROFILE

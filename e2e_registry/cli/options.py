@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from e2e_registry.config import Settings
+    from e2e_registry.execution.gpus import GpuAdmission
     from e2e_registry.operations.selection import Selection
     from e2e_registry.registration import Registration
 
@@ -51,6 +52,15 @@ GpuWait = Annotated[
 AllowBusyGpus = Annotated[
     bool, typer.Option("--allow-busy-gpus", help="Run beside whatever else computes on the GPUs, without waiting.")
 ]
+
+
+def gpu_admission(gpu_wait: float | None, *, allow_busy_gpus: bool) -> GpuAdmission:
+    """Return what --gpu-wait and --allow-busy-gpus say."""
+    from e2e_registry.execution.gpus import DEFAULT_WAIT_S, GpuAdmission
+
+    return GpuAdmission(wait_s=DEFAULT_WAIT_S if gpu_wait is None else gpu_wait, allows_busy=allow_busy_gpus)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 AllMetrics = Annotated[bool, typer.Option("--all-metrics", help="Show every series, also those that are equal.")]
 AllowUnknownState = Annotated[

@@ -13,6 +13,7 @@ from e2e_registry.cli.output import print_json, progress
 if TYPE_CHECKING:
     from e2e_registry.comparison import StandardChange
     from e2e_registry.config import Settings
+    from e2e_registry.execution.gpus import GpuAdmission
     from e2e_registry.operations.record import RecordOptions
     from e2e_registry.registration import Registration
 
@@ -38,6 +39,8 @@ def record(
         ),
     ] = None,
     allow_unknown_state: options.AllowUnknownState = False,
+    gpu_wait: options.GpuWait = None,
+    allow_busy_gpus: options.AllowBusyGpus = False,
     reason: options.Reason = None,
     all_metrics: options.AllMetrics = False,
     json: options.Json = False,
@@ -63,12 +66,13 @@ def record(
         _list(registrations, settings, as_json=json)
         return
     choices = RecordOptions(runs=runs, refresh=refresh, allow_unknown_state=allow_unknown_state, reason=reason)
+    gpus = options.gpu_admission(gpu_wait, allow_busy_gpus=allow_busy_gpus)
     console = make_console()
     results: list[StandardChange] = []
     failures: dict[str, RegistryError] = {}
     for registration in registrations:
         try:
-            result = _record_one(registration, settings, choices)
+            result = _record_one(registration, settings, choices, gpus)
         except RegistryError as error:
             failures[registration.test_id] = error
             if len(registrations) > 1:
@@ -89,7 +93,9 @@ def record(
     raise typer.Exit(worst_exit_code([*(r.exit_code for r in results), *(e.exit_code for e in failures.values())]))
 
 
-def _record_one(registration: Registration, settings: Settings, choices: RecordOptions) -> StandardChange:
+def _record_one(
+    registration: Registration, settings: Settings, choices: RecordOptions, gpus: GpuAdmission
+) -> StandardChange:
     from e2e_registry.operations.record import record_test
 
     with progress(registration.test_id) as on_line:
@@ -97,6 +103,7 @@ def _record_one(registration: Registration, settings: Settings, choices: RecordO
             registration,
             settings,
             choices,
+            gpus=gpus,
             on_run=lambda number, total: on_line(f"run {number} of {total}"),
             on_line=on_line,
         )

@@ -52,6 +52,8 @@ def repeat(
     observe: workloads.Observe = None,
     profile: workloads.Profile = workloads.DEFAULT_PROFILE,
     timeout: workloads.Timeout = 3600.0,
+    gpu_wait: options.GpuWait = None,
+    allow_busy_gpus: options.AllowBusyGpus = False,
     all_metrics: options.AllMetrics = False,
     json: options.Json = False,
 ) -> None:
@@ -63,7 +65,14 @@ def repeat(
 
     settings = options.settings(test)
     workload = workloads.workload_of(
-        test, command, settings, profile=profile, timeout_s=timeout, seed=seed, observe=observe or ()
+        test,
+        command,
+        settings,
+        profile=profile,
+        timeout_s=timeout,
+        gpus=options.gpu_admission(gpu_wait, allow_busy_gpus=allow_busy_gpus),
+        seed=seed,
+        observe=observe or (),
     )
     choices = RepeatOptions(
         runs=runs,

@@ -17,6 +17,8 @@ def run(
         str, typer.Option("--profile", help="Determinism profile of a command; a test declares its own.")
     ] = "cpu-portable",
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds a command may take.")] = 3600.0,
+    gpu_wait: options.GpuWait = None,
+    allow_busy_gpus: options.AllowBusyGpus = False,
     json: options.Json = False,
 ) -> None:
     """Run a test's recipe, or any command, and keep the recording; nothing is judged."""
@@ -34,7 +36,8 @@ def run(
     if test is not None:
         registration = find_test(settings, test)
         with progress(registration.test_id) as on_line:
-            observed = run_test(registration, settings, on_line=on_line)
+            gpus = options.gpu_admission(gpu_wait, allow_busy_gpus=allow_busy_gpus)
+            observed = run_test(registration, settings, on_line=on_line, gpus=gpus)
     else:
         with progress(" ".join(command or ())[:60]) as on_line:
             observed = run_command(command or (), settings, profile=profile, timeout_s=timeout, on_line=on_line)

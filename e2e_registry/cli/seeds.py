@@ -69,6 +69,8 @@ def seeds(
     threshold: Threshold = None,
     profile: workloads.Profile = workloads.DEFAULT_PROFILE,
     timeout: workloads.Timeout = 3600.0,
+    gpu_wait: options.GpuWait = None,
+    allow_busy_gpus: options.AllowBusyGpus = False,
     json: options.Json = False,
 ) -> None:
     """Run a test or a command under several seeds: its spread, and what a candidate differs by beyond it."""
@@ -83,7 +85,8 @@ def seeds(
             raise UsageError("--runs (and --against) take kept runs and start none: nothing else says what to run")
         result = _compare_kept(runs, against or [], settings, choices)
     else:
-        workload = workloads.workload_of(test, command, settings, profile=profile, timeout_s=timeout)
+        gpus = options.gpu_admission(gpu_wait, allow_busy_gpus=allow_busy_gpus)
+        workload = workloads.workload_of(test, command, settings, profile=profile, timeout_s=timeout, gpus=gpus)
         result = _measure(workload, args_b, parse_seeds(seed_list or "0-4"), settings, choices)
     if json:
         print_json(result.to_json())

@@ -13,6 +13,7 @@ from e2e_registry.errors import UsageError
 if TYPE_CHECKING:
     from e2e_registry.analysis.workload import Workload
     from e2e_registry.config import Settings
+    from e2e_registry.execution.gpus import GpuAdmission
 
 #: The profile of a command that names none.
 DEFAULT_PROFILE = "cpu-portable"
@@ -37,6 +38,7 @@ def workload_of(
     *,
     profile: str,
     timeout_s: float,
+    gpus: GpuAdmission,
     seed: int = 0,
     observe: Sequence[str] = (),
 ) -> Workload:
@@ -52,7 +54,7 @@ def workload_of(
     if (test is None) == (not command):
         raise UsageError("say what to run: --test FILE, or a command after --")
     if test is not None:
-        return TestWorkload(find_test(settings, test), settings)
+        return TestWorkload(find_test(settings, test), settings, gpus)
     return CommandWorkload(
         command=tuple(command or ()),
         settings=settings,

@@ -44,6 +44,45 @@ class GpuProcess:
         return f"pid {self.pid} {self.name} ({self.memory})"
 
 
+@dataclass(frozen=True, slots=True)
+class GpuAdmission:
+    """When a test may use its GPUs.
+
+    Attributes:
+        wait_s: Seconds that a GPU is waited for while somebody else computes on it.
+        allows_busy: Whether a test may share its GPUs with whatever else computes there.
+    """
+
+    wait_s: float = DEFAULT_WAIT_S
+    allows_busy: bool = False
+
+    def admit(
+        self,
+        devices: Sequence[str],
+        *,
+        on_wait: Callable[[str], None] | None,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Return once nobody else computes on the devices, or the test may run beside whoever does.
+
+        Args:
+            devices: As :func:`visible_gpus` returns them.
+            on_wait: Called with a line for people while it waits.
+            is_cancelled: Ends the wait without an error.
+
+        Raises:
+            RefusedError: They are still in use after :attr:`wait_s`; the message names the processes.
+        """
+        if devices and not self.allows_busy:
+            wait_until_empty(
+                devices, patience_s=self.wait_s, on_wait=on_wait or (lambda line: None), is_cancelled=is_cancelled
+            )
+
+
+#: A GPU in use is waited for, :data:`DEFAULT_WAIT_S` at most.
+WHEN_EMPTY = GpuAdmission()
+
+
 def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return the GPUs that may be handed out, as ``CUDA_VISIBLE_DEVICES`` names them; CUDA is not started.
 
@@ -96,8 +135,8 @@ def wait_until_empty(
         if left <= 0:
             raise RefusedError(
                 f"still in use after {patience_s:g} s: {shown}",
-                hint="wait for them or end them yourself; --gpu-wait SECONDS waits longer, "
-                "--allow-busy-gpus runs beside them",
+                hint="wait for them or end them yourself; e2e-registry's commands wait longer with --gpu-wait SECONDS, "
+                "and run beside them with --allow-busy-gpus",
             )
         on_wait(f"waiting for {shown}")
         _sleep(min(_POLL_S, left), is_cancelled)

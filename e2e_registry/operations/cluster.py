@@ -26,11 +26,10 @@ from e2e_registry.determinism.variables import ChildEnvironment, is_captured
 from e2e_registry.environment import source_facts
 from e2e_registry.errors import StorageError, UsageError
 from e2e_registry.execution.capacity import Lease
-from e2e_registry.execution.gpus import VISIBLE_VARIABLE, visible_gpus
+from e2e_registry.execution.gpus import VISIBLE_VARIABLE, GpuAdmission, visible_gpus
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation
 from e2e_registry.execution.ray_pool import Attempt, RayPool
 from e2e_registry.execution.working_tree import read_working_tree
-from e2e_registry.operations.machines import LocalMachine
 from e2e_registry.operations.running import ObservedRun, declared_facts, launch_test, load_run, new_run_dir
 from e2e_registry.recording.layout import METRICS_FILE, PLAIN_FILE, RUN_FILE, STATE_FILE
 from e2e_registry.registration import Registration
@@ -54,7 +53,7 @@ class NodeOrder:
         python_path: Entries of the driver's ``PYTHONPATH`` in the tree, relative to its top.
         root: The root, relative to the top of the tree.
         links: Symbolic links of the tree, which the archive cannot hold.
-        machine: How GPUs are waited for.
+        gpus: When it may use its GPUs.
         tool: The driver's version of this package.
     """
 
@@ -65,7 +64,7 @@ class NodeOrder:
     python_path: Sequence[str]
     root: str
     links: Sequence[tuple[Path, str]]
-    machine: LocalMachine
+    gpus: GpuAdmission
     tool: str = __version__
 
 
@@ -90,12 +89,12 @@ class RayCluster:
     Args:
         address: As for ``ray.init``; ``local`` starts a cluster here, which ends with the context.
         settings: The repository's settings.
-        machine: How GPUs are waited for.
+        gpus: When a test may use the GPUs of its node.
     """
 
-    def __init__(self, address: str, settings: Settings, machine: LocalMachine) -> None:
+    def __init__(self, address: str, settings: Settings, gpus: GpuAdmission) -> None:
         self._settings = settings
-        self._machine = machine
+        self._gpus = gpus
         excluded = [settings.standards_dir, settings.run_dir]
         self._tree = read_working_tree(settings.root, excluded)
         self._source = source_facts(settings.root, excluded)  # of what is sent, whatever is edited meanwhile
@@ -170,7 +169,7 @@ class RayCluster:
             python_path=[path.relative_to(top).as_posix() for path in paths if path.is_relative_to(top)],
             root=settings.root.resolve().relative_to(top.resolve()).as_posix(),
             links=self._tree.links,
-            machine=self._machine,
+            gpus=self._gpus,
         )
 
 
@@ -195,7 +194,7 @@ def run_on_node(
     top = Path.cwd()
     _restore_links(top, order.links)
     devices = visible_gpus()[: order.registration.num_gpus]
-    order.machine.wait_for(devices, on_line=on_line, cancellation=cancellation)
+    order.gpus.admit(devices, on_wait=on_line, is_cancelled=lambda: cancellation.is_cancelled)
     caller = node_environment(os.environ, order.variables, top, order.python_path)
     if devices:
         caller[VISIBLE_VARIABLE] = ",".join(devices)

@@ -21,6 +21,7 @@ from e2e_registry.determinism.state import SOFTWARE, read_state
 from e2e_registry.determinism.variables import ChildEnvironment, at, captured_value, child_environment
 from e2e_registry.environment import redact_command
 from e2e_registry.errors import StorageError, UsageError
+from e2e_registry.execution.gpus import WHEN_EMPTY, GpuAdmission
 from e2e_registry.operations.running import (
     ObservedRun,
     declared_facts,
@@ -160,7 +161,12 @@ def diagnose_command(
 
 
 def diagnose_test(
-    registration: Registration, settings: Settings, *, is_fresh: bool = False, on_line: OnLine | None = None
+    registration: Registration,
+    settings: Settings,
+    *,
+    is_fresh: bool = False,
+    on_line: OnLine | None = None,
+    gpus: GpuAdmission = WHEN_EMPTY,
 ) -> Diagnosis:
     """Judge the processes of a test: of its newest kept run that would come out the same, else of a new one.
 
@@ -169,13 +175,14 @@ def diagnose_test(
         settings: The repository's settings.
         is_fresh: Run it in any case.
         on_line: Called with each line the recipe prints.
+        gpus: When a run may use its GPUs.
 
     Raises:
         RegistrationError: A variable that the registration names is not set.
         StorageError: A run cannot be read or kept.
     """
     kept = None if is_fresh else _kept_run(registration, settings)
-    run = kept or run_test(registration, settings, on_line=on_line, instrument=observing)
+    run = kept or run_test(registration, settings, on_line=on_line, instrument=observing, gpus=gpus)
     child = recipe_environment(registration, run.path)
     notes = [] if kept is None else ["a kept run of the same source tree and environment; --fresh runs the test again"]
     return _diagnosis(registration.test_id, run, settings, registration.profile, child, notes)

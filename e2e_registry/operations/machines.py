@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from e2e_registry.config import Settings
 from e2e_registry.execution.capacity import Capacity, Lease, available_cpus
-from e2e_registry.execution.gpus import DEFAULT_WAIT_S, visible_gpus, wait_until_empty
+from e2e_registry.execution.gpus import WHEN_EMPTY, GpuAdmission, visible_gpus
 from e2e_registry.execution.launcher import Cancellation
 from e2e_registry.operations.running import ObservedRun, run_test
 from e2e_registry.registration import Registration
@@ -53,12 +53,10 @@ class LocalMachine:
     """This machine.
 
     Attributes:
-        gpu_wait_s: Seconds that a GPU is waited for while somebody else computes on it.
-        allows_busy_gpus: Whether a test may share its GPU with whatever else computes there.
+        gpus: When a test may use its GPUs.
     """
 
-    gpu_wait_s: float = DEFAULT_WAIT_S
-    allows_busy_gpus: bool = False
+    gpus: GpuAdmission = WHEN_EMPTY
 
     @property
     def capacity(self) -> Capacity:
@@ -88,26 +86,11 @@ class LocalMachine:
         cancellation: Cancellation | None,
     ) -> ObservedRun:
         """Run the test on the devices of its lease, once they are empty."""
-        devices = visible_gpus()[: registration.num_gpus] if lease is None else lease.gpus
-        self.wait_for(devices, on_line=on_line, cancellation=cancellation)
-        return run_test(registration, settings, on_line=on_line, cancellation=cancellation, devices=devices)
-
-    def wait_for(
-        self,
-        devices: Sequence[str],
-        *,
-        on_line: Callable[[str], None] | None,
-        cancellation: Cancellation | None,
-    ) -> None:
-        """Return once nobody else computes on the devices, or the test may run beside whoever does.
-
-        Raises:
-            RefusedError: They are still in use after :attr:`gpu_wait_s`.
-        """
-        if devices and not self.allows_busy_gpus:
-            wait_until_empty(
-                devices,
-                patience_s=self.gpu_wait_s,
-                on_wait=on_line or (lambda line: None),
-                is_cancelled=lambda: cancellation is not None and cancellation.is_cancelled,
-            )
+        return run_test(
+            registration,
+            settings,
+            on_line=on_line,
+            cancellation=cancellation,
+            devices=None if lease is None else lease.gpus,
+            gpus=self.gpus,
+        )

@@ -25,6 +25,7 @@ from e2e_registry.errors import (
     RecordingError,
     RefusedError,
 )
+from e2e_registry.execution.gpus import WHEN_EMPTY, GpuAdmission
 from e2e_registry.operations.running import ObservedRun, declared_recipe, load_run, read_facts, run_test
 from e2e_registry.operations.standards import (
     check_policies_fit,
@@ -61,6 +62,7 @@ def record_test(
     settings: Settings,
     options: RecordOptions,
     *,
+    gpus: GpuAdmission = WHEN_EMPTY,
     on_run: Callable[[int, int], None] = lambda number, total: None,
     on_line: Callable[[str], None] | None = None,
 ) -> StandardChange:
@@ -70,6 +72,7 @@ def record_test(
         registration: The test.
         settings: The repository's settings.
         options: How to record.
+        gpus: When a run may use its GPUs.
         on_run: Called before each run with its number and the total.
         on_line: Called with each line the recipe prints.
 
@@ -80,13 +83,20 @@ def record_test(
         StorageError: The old standard cannot be read, or the new one not written; the old one is then unchanged.
     """
     old = _old_standards(registration, settings)
-    first = _fresh_run(registration, settings, options, 1, on_run, on_line)
+
+    def run_fresh(number: int) -> ObservedRun:
+        on_run(number, options.runs)
+        run = run_test(registration, settings, on_line=on_line, gpus=gpus)
+        require_recordable(registration, run, allow_unknown_state=options.allow_unknown_state)
+        return run
+
+    first = run_fresh(1)
     runs = [first]
     reused = find_kept_run(registration, settings, like=first) if options.runs > 1 else None
     if reused is not None:
         runs.append(reused)
     while len(runs) < options.runs:
-        runs.append(_fresh_run(registration, settings, options, len(runs) + 1, on_run, on_line))
+        runs.append(run_fresh(len(runs) + 1))
     written = next(run for run in reversed(runs) if run is not reused)
     disagreement = first_disagreement(registration, runs)
     if disagreement is not None:
@@ -115,20 +125,6 @@ def record_test(
 def _old_standards(registration: Registration, settings: Settings) -> dict[str, Standard]:
     """Open what is there before minutes are spent on runs: a damaged standard must be seen first."""
     return {platform: Standard(path) for platform, path in standard_paths(registration, settings).items()}
-
-
-def _fresh_run(
-    registration: Registration,
-    settings: Settings,
-    options: RecordOptions,
-    number: int,
-    on_run: Callable[[int, int], None],
-    on_line: Callable[[str], None] | None,
-) -> ObservedRun:
-    on_run(number, options.runs)
-    run = run_test(registration, settings, on_line=on_line)
-    require_recordable(registration, run, allow_unknown_state=options.allow_unknown_state)
-    return run
 
 
 def require_recordable(registration: Registration, run: ObservedRun, *, allow_unknown_state: bool) -> None:

@@ -29,7 +29,7 @@ from e2e_registry.determinism.variables import (
 )
 from e2e_registry.environment import compose, launch_facts, platform_facts, platform_slug, recipe_facts
 from e2e_registry.errors import InvalidRunError, UsageError
-from e2e_registry.execution.gpus import VISIBLE_VARIABLE, visible_gpus
+from e2e_registry.execution.gpus import VISIBLE_VARIABLE, WHEN_EMPTY, GpuAdmission, visible_gpus
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation, LaunchSpec, launch, log_tail
 from e2e_registry.operations.run_facts import FACTS_SHAPE, STATE_SHAPE, shape_fault
 from e2e_registry.recording import RunRecording, read_run
@@ -164,6 +164,7 @@ def run_test(
     is_pinned: bool = True,
     instrument: Instrument | None = None,
     devices: Sequence[str] | None = None,
+    gpus: GpuAdmission = WHEN_EMPTY,
 ) -> ObservedRun:
     """Run a test's recipe once and keep the run.
 
@@ -176,13 +177,16 @@ def run_test(
         instrument: Adds variables that observe the run.
         devices: The GPUs that the recipe may use, as ``CUDA_VISIBLE_DEVICES`` names them; by default the first that
             are here, as many as the test was registered with. A test without GPUs keeps the caller's variable.
+        gpus: When it may use them.
 
     Raises:
+        RefusedError: Somebody else computes on its GPUs.
         RegistrationError: A variable that the registration names is not set.
         StorageError: The run directory cannot be written.
     """
     if devices is None:
         devices = visible_gpus()[: registration.num_gpus]
+    gpus.admit(devices, on_wait=on_line, is_cancelled=lambda: cancellation is not None and cancellation.is_cancelled)
     run_dir = new_run_dir(settings, registration.stem)
     child = launch_test(
         registration,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -177,6 +178,14 @@ def test_a_busy_gpu_is_waited_for_and_then_refused_and_its_process_lives(
         beside = check(gpus, "--gpu-wait", "0", "--jobs", "2")
         assert [test["verdict"] for test in beside["tests"]] == ["error", "no-standard"]  # GPU 7 is empty
         assert devices_of(gpus) == ["7"]
+        for command in ("record", "run", "repeat", "seeds", "doctor"):  # whatever runs a test waits as the check does
+            busy = gpus.cli(command, "--test", "tests/e2e/test_one.py", "--gpu-wait", "0")
+            assert busy.code == 2, command
+            assert f"GPU 4: pid {other.pid}" in busy.err
+        assert devices_of(gpus) == ["7"]
+        assert gpus.cli("record", "--test", "tests/e2e/test_one.py", "--allow-busy-gpus").code == 0
+        assert devices_of(gpus) == ["4", "7"]
+        shutil.rmtree(gpus.root / "tests/ci")
         allowed = check(gpus, "--allow-busy-gpus")
         assert [test["verdict"] for test in allowed["tests"]] == ["no-standard", "no-standard"]
         (apps.parent / "once").touch()

@@ -973,7 +973,9 @@ def test_a_tolerance_that_is_refused_ends_a_test_file_as_the_command_does_and_no
     assert ran.returncode == ExitCode.USAGE
     line = line_of(bad, "Tolerance(atol=-1")
     assert ran.stderr == f"{file}:{line}:tolerances: atol=-1 is negative\n"
-    program = "from e2e_registry import RegistryError, Tolerance\ntry: Tolerance()\nexcept RegistryError: print('caught')"
+    program = (
+        "from e2e_registry import RegistryError, Tolerance\ntry: Tolerance()\nexcept RegistryError: print('caught')"
+    )
     (repo / "program.py").write_text(program)
     other = subprocess.run([sys.executable, repo / "program.py"], capture_output=True, text=True, check=False)
     assert (other.returncode, other.stdout) == (0, "caught\n")
