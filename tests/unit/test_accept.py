@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import select
 import shutil
 import stat
 import subprocess
 import sys
-import time
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -21,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from repositories import Repository, Result
+from terminal import converse
 
 from e2e_registry.standard import Standard
 
@@ -53,16 +52,13 @@ def tree(root: Path) -> dict[str, tuple[int, bytes]]:
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkout that holds a change, and the artifact of its failing check in another clone: CI's."""
     folder = tmp_path_factory.mktemp("prepared")
-    with pytest.MonkeyPatch.context() as environment:
-        for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "E2E_REGISTRY_PLATFORM_TAG"):
-            environment.delenv(name, raising=False)
-        (folder / "repository").mkdir()
-        made = Repository(folder / "repository")
-        made.record()
-        made.commit()
-        made.write_recipe(SCALED)
-        made.commit()
-        artifact_of(made, folder)
+    (folder / "repository").mkdir()
+    made = Repository(folder / "repository")
+    made.record()
+    made.commit()
+    made.write_recipe(SCALED)
+    made.commit()
+    artifact_of(made, folder)
     shutil.rmtree(folder / "ci-0")
     shutil.rmtree(folder / "repository/.e2e_runs")
     return folder
@@ -289,7 +285,7 @@ def test_what_is_refused_whatever_is_answered(
     assert result.code == code, result.out + result.err
     assert said in result.out + result.err
     assert "Traceback" not in result.err
-    assert "/tmp/e2e-registry-" not in result.out + result.err, "places are those of the artifact"
+    assert f"{tempfile.gettempdir()}/e2e-registry-" not in result.out + result.err, "places are those of the artifact"
     assert tree(repository.root) == before
 
 
@@ -411,24 +407,8 @@ def test_parts_and_attempts_are_merged_and_the_newest_attempt_wins(repository: R
 
 def at_terminal(repository: Repository, artifact: Path, keys: str) -> tuple[int, str]:
     """Run accept on a pseudo-terminal, type, and return the exit code and what was shown."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(repository.root)
-        os.execv(sys.executable, [sys.executable, "-m", "e2e_registry", "accept", str(artifact)])
-    shown, pending = b"", list(keys)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if not select.select([terminal], [], [], 0.2)[0]:
-            continue
-        try:
-            shown += os.read(terminal, 4096)
-        except OSError:  # the other end is gone
-            break
-        if pending and shown.decode(errors="replace").count("]: ") + shown.count(b"]\x1b[0m: ") > len(keys) - len(
-            pending
-        ):
-            os.write(terminal, pending.pop(0).encode() + b"\n")
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode(errors="replace")
+    answers = [f"{key}\n" for key in keys]
+    return converse(repository.root, ["accept", str(artifact)], answers, prompt=r"\](\x1b\[0m)?: ")
 
 
 def test_accept_reject_and_skip_at_a_terminal(repository: Repository, tmp_path: Path) -> None:
@@ -578,9 +558,7 @@ def replaced(document: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 @given(data=st.data())
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_whatever_an_artifact_holds_it_ends_in_a_typed_error_or_a_standard(
     changed: tuple[Repository, Path], data: st.DataObject
 ) -> None:

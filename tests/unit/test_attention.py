@@ -860,7 +860,7 @@ def test_ray_actor_patches_or_fails_with_the_list_of_what_it_patched() -> None:
             return self.seen
 
     path = os.pathsep.join((str(ROOT), str(Path(__file__).parent)))  # the actor imports this module
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    ray.init(address="local", num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
     try:
         remote = ray.remote(TrainActor)
         actor = remote.remote("attend")

@@ -200,7 +200,7 @@ def compared(got: Path, want: Path) -> FileComparison:
 DTYPES = ("float64", "float32", "float16", "int64", "int32", "int8", "uint8", "bool", "complex64", ">f4")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_single_bit_of_any_array_is_found(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("arrays")

@@ -82,7 +82,7 @@ def related_runs(draw: st.DrawFn) -> tuple[list[Row], list[Row]]:
     return got, want
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(related_runs(), st.lists(st.integers(0, 40)), st.lists(st.integers(0, 40)))
 def test_strict_comparison_agrees_with_a_plain_oracle_at_any_buffering(
     runs: tuple[list[Row], list[Row]], got_cuts: list[int], want_cuts: list[int]
@@ -157,7 +157,7 @@ def mutation(draw: st.DrawFn, want: list[Row]) -> list[Row]:
     return [*rest[0], changed, *rest[1]]
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(st.data())
 def test_no_single_change_is_judged_a_match(data: st.DataObject) -> None:
     want = data.draw(run_rows())
@@ -171,7 +171,7 @@ def test_no_single_change_is_judged_a_match(data: st.DataObject) -> None:
         assert comparison.verdict is Verdict.MISMATCH
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(run_rows(), st.randoms(use_true_random=False))
 def test_copies_and_other_emission_orders_match(rows: list[Row], rng: random.Random) -> None:
     got = [row.but(seq=rng.randrange(1 << 40)) for row in rows]
@@ -216,7 +216,7 @@ def near_pairs(draw: st.DrawFn, dtype: DType) -> tuple[int, int]:
     return draw(near | bit_patterns(dtype)), want
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(
     st.data(),
     st.sampled_from(NUMERIC),
@@ -267,7 +267,7 @@ def exact_aggregate(reduction: str, values: list[Fraction]) -> Fraction:
     return (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.data(), st.sampled_from(NUMERIC), st.sampled_from(["mean", "median", "last"]), bounds, st.integers(0, 2))
 @example(None, DTYPES["float64"], "mean", 0.1, 0).via("the edge itself")
 def test_aggregates_are_exact_rational_arithmetic(
@@ -379,7 +379,7 @@ def test_streams_out_of_order_are_refused() -> None:
 # ------------------------------------------------------------------------------------------- invariants
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.sampled_from(NUMERIC))
 def test_invariants_hold_for_every_value_exactly(data: st.DataObject, dtype: DType) -> None:
     bits = data.draw(st.lists(bit_patterns(dtype), min_size=1, max_size=8))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from e2e_registry.config import Settings, load_settings
@@ -208,7 +208,6 @@ PATHS = st.lists(st.sampled_from(["a", "b", ".", "..", "/", "\\", "C:", "~", " "
 )
 
 
-@settings(deadline=None)
 @given(text=PATHS, key=st.sampled_from(["test_folders", "standards_folder", "run_folder"]))
 def test_no_folder_ever_leaves_the_root(tmp_path_factory: pytest.TempPathFactory, text: str, key: str) -> None:
     folder = tmp_path_factory.getbasetemp() / "folders"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import string
 import subprocess
 import sys
@@ -231,11 +232,13 @@ def test_the_block_sizes_of_openblas_change_no_bits() -> None:
         "print(h.hexdigest())"
     )
     base = {**CALLER, "OPENBLAS_NUM_THREADS": "1"}
-    digests = {
-        run(code, {**base, "OPENBLAS_CORETYPE": "Nehalem", **extra}).stdout
+    done = [
+        run(code, {**base, "OPENBLAS_CORETYPE": "Nehalem", **extra})
         for extra in ({}, {"OPENBLAS_L2_SIZE": "64"}, {"OPENBLAS_L2_SIZE": "4096", "OPENBLAS_BLOCK_FACTOR": "10"})
-    }
-    assert len(digests) == 1
+    ]
+    assert [process.returncode for process in done] == [0, 0, 0], done
+    (digest,) = {process.stdout for process in done}
+    assert re.fullmatch(r"[0-9a-f]{64}\n", digest)
 
 
 # What is recorded

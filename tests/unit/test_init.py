@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pty
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from repositories import Result
+from terminal import converse
 
 from e2e_registry.config import load_settings
 
@@ -25,9 +25,7 @@ RECIPE = "scripts/run_linear_model.py"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE", "E2E_REGISTRY_PLATFORM_TAG"):
-        monkeypatch.delenv(name, raising=False)
+def folder(tmp_path: Path) -> Path:
     root = tmp_path / "theirs"
     root.mkdir()
     subprocess.run(["git", "init", "-q", str(root)], check=True)
@@ -212,19 +210,12 @@ def test_a_pyproject_that_cannot_be_extended_is_left_alone(folder: Path) -> None
 def test_it_asks_for_the_platform_and_before_replacing(folder: Path) -> None:
     (folder / "scripts").mkdir()
     (folder / RECIPE).write_text("print('theirs')\n")
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        os.execv(sys.executable, [sys.executable, "-m", "e2e_registry", "init"])
-    os.write(terminal, b"cpu-x86_64-portable\nubuntu-22.04, big\n\nn\n")
-    shown = b""
-    with contextlib.suppress(OSError):  # the other end is gone
-        while block := os.read(terminal, 4096):
-            shown += block
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown
+    answers = ["cpu-x86_64-portable\n", "ubuntu-22.04, big\n", "\n", "n\n"]
+    code, shown = converse(folder, ["init"], answers, prompt=r"[\])](\x1b\[0m)?: ")
+    assert code == 0, shown
     assert load_settings(folder).platforms == {"cpu-x86_64-portable": ("ubuntu-22.04", "big")}
     assert (folder / RECIPE).read_text() == "print('theirs')\n"
-    assert b"kept" in shown
+    assert "kept" in shown
 
 
 # ------------------------------------------------------------------------------------------------ a new user
@@ -272,8 +263,6 @@ def test_a_new_user_goes_from_an_empty_repository_to_an_accepted_change(folder: 
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout
 
-    subprocess.run(["git", "config", "user.name", "Test"], cwd=folder, check=True)
-    subprocess.run(["git", "config", "user.email", "test@example.invalid"], cwd=folder, check=True)
     where = command("python", "-c", "import e2e_registry; print(e2e_registry.__file__)")
     assert where.startswith(str(installed)), "the package is the wheel's"
     command("e2e-registry", "init")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repositories import Repository
 
+from e2e_registry.execution import supervisor
 from e2e_registry.execution.capacity import Capacity, Lease
 from e2e_registry.execution.launcher import Cancellation
 from e2e_registry.execution.suite import Demand, Schedule
@@ -89,6 +91,43 @@ def test_an_interrupt_at_any_point_loses_no_result() -> None:
     assert sorted(result for _, result in schedule.drain()) == ["quick", "slow"]
 
 
+@pytest.mark.parametrize("signals", [1, 2, 3])
+def test_a_second_signal_hastens_what_is_being_ended_and_a_third_leaves(
+    monkeypatch: pytest.MonkeyPatch, signals: int
+) -> None:
+    cancellation = Cancellation()
+    heard: list[bytes] = []
+    started, told_enough = threading.Event(), threading.Event()
+
+    def work(task: str, lease: Lease | None) -> str:
+        with cancellation.calling(heard.append):
+            started.set()
+            told_enough.wait()
+        return task
+
+    schedule = Schedule(
+        ["task"], work, demand=lambda task: Demand(0, 0), capacity=None, jobs=1, cancellation=cancellation
+    )
+    wait, to_come = schedule._wait, ["interrupt"] * signals
+
+    def wait_until_a_signal_comes() -> object:
+        started.wait()
+        if to_come:
+            raise KeyboardInterrupt(to_come.pop())
+        told_enough.set()
+        return wait()
+
+    monkeypatch.setattr(schedule, "_wait", wait_until_a_signal_comes)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(schedule.results())
+        with pytest.raises(KeyboardInterrupt) if signals == 3 else contextlib.nullcontext():
+            assert list(schedule.drain()) == [("task", "task")]
+    finally:
+        told_enough.set()
+    assert heard == [supervisor.END, supervisor.KILL][:signals]
+
+
 # ------------------------------------------------------------------------------------------------ through the CLI
 
 GPU_RECIPE = """
@@ -124,6 +163,8 @@ def gpus(repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setenv("TOGETHER", "1")
     monkeypatch.setenv("MARKS", str(marks))
+    monkeypatch.setattr("e2e_registry.execution.capacity.available_cpus", lambda: 2)
+    monkeypatch.setattr("e2e_registry.operations.machines.available_cpus", lambda: 2)
     (repository.root / "tests/e2e/test_stub.py").unlink()
     repository.write_recipe(body=GPU_RECIPE)
     for name in ("test_one", "test_two"):

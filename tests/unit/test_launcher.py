@@ -329,25 +329,26 @@ RESISTING = """
 """
 
 
+@pytest.mark.slow
 def test_a_timeout_ends_every_descendant_and_nobody_else(
     tmp_path: Path, marked: Marked, bystander: subprocess.Popen[bytes]
 ) -> None:
     seen: list[int] = []
     outcome = launch(
-        spec(tmp_path, python(RESISTING), environment=marked.environment, timeout_s=2.0, grace_s=0.5),
+        spec(tmp_path, python(RESISTING), environment=marked.environment, timeout_s=10.0, grace_s=0.5),
         on_line=lambda _: seen.extend(marked.pids()),
     )
     assert marked.pids() == []
     assert len(seen) >= 4  # they did exist
     assert (outcome.status, outcome.signal, outcome.is_success) == ("timeout", signal.SIGKILL, False)
-    assert outcome.explanation == "exceeded its timeout of 2 s"
+    assert outcome.explanation == "exceeded its timeout of 10 s"
     assert run_json(tmp_path)["outcome"]["status"] == "timeout"
 
 
 @pytest.mark.parametrize("meanwhile", ["while :; do sleep 0.05; done", "kill -STOP $$"], ids=["running", "stopped"])
 def test_a_recipe_is_given_time_to_end_by_itself(tmp_path: Path, meanwhile: str) -> None:
     script = f"trap 'echo farewell; exit 3' TERM; echo ready; {meanwhile}"
-    outcome = launch(spec(tmp_path, ["sh", "-c", script], timeout_s=0.5, grace_s=60))
+    outcome = launch(spec(tmp_path, ["sh", "-c", script], timeout_s=3.0, grace_s=60))
     assert (outcome.status, outcome.exit_code, outcome.signal) == ("timeout", 3, None)
     assert output_lines(tmp_path) == ["ready", "farewell"]
 
@@ -356,7 +357,7 @@ def test_what_forks_faster_than_it_can_be_found_does_not_escape(tmp_path: Path, 
     # Each generation lives for about a millisecond, in a session of its own, and is an orphan at once.
     comet = STUBBORN + "print('ready', flush=True)\nwhile True:\n    if os.fork(): os._exit(0)\n    os.setsid()\n"
     command = python(STUBBORN + f"for _ in range(3):\n    if os.fork() == 0: exec({comet!r})\ntime.sleep(1234)")
-    outcome = launch(spec(tmp_path, command, environment=marked.environment, timeout_s=1.0, grace_s=0.2))
+    outcome = launch(spec(tmp_path, command, environment=marked.environment, timeout_s=5.0, grace_s=0.2))
     assert output(outcome) == b"ready\n" * 3
     assert marked.pids() == []
 
@@ -386,7 +387,7 @@ def test_a_child_left_behind_is_ended_and_reported(
     tmp_path: Path, marked: Marked, bystander: subprocess.Popen[bytes]
 ) -> None:
     script = "setsid sleep 1234 & (sleep 1234 >/dev/null 2>&1 &) ; sleep 0.1 & echo done"
-    outcome = launch(spec(tmp_path, ["sh", "-c", script], environment=marked.environment, settle_s=0.5))
+    outcome = launch(spec(tmp_path, ["sh", "-c", script], environment=marked.environment, settle_s=3.0))
     assert outcome.is_success
     assert [child.command for child in outcome.left_behind] == ["sleep 1234", "sleep 1234"]
     assert [child["command"] for child in run_json(tmp_path)["outcome"]["left_behind"]] == ["sleep 1234"] * 2
@@ -395,10 +396,11 @@ def test_a_child_left_behind_is_ended_and_reported(
 
 
 def test_a_list_of_what_was_left_behind_is_bounded(tmp_path: Path, marked: Marked) -> None:
-    script = f"for i in $(seq 30); do sleep 1234 & done; sh -c 'sleep 1234; : {'x' * 5000}' & "
-    outcome = launch(spec(tmp_path, ["sh", "-c", script], environment=marked.environment, settle_s=0.2))
+    script = f"sh -c 'sleep 1234; : {'x' * 5000}' & for i in $(seq 30); do sleep 1234 & done"
+    outcome = launch(spec(tmp_path, ["sh", "-c", script], environment=marked.environment, settle_s=3.0))
     assert len(outcome.left_behind) == 20
-    assert max(len(child.command) for child in outcome.left_behind) <= 200
+    (long,) = {child.command for child in outcome.left_behind} - {"sleep 1234"}
+    assert (len(long), long[-2:]) == (200, "x…")
     assert marked.pids() == []
 
 
@@ -407,8 +409,10 @@ def test_output_that_somebody_outside_holds_open_is_not_awaited(tmp_path: Path) 
 
     def hold(line: str) -> None:
         holders.append(open(f"/proc/{line}/fd/1", "wb", buffering=0))  # noqa: SIM115 (closed below)
+        (tmp_path / "held").touch()
 
-    outcome = launch(spec(tmp_path, ["sh", "-c", "echo $$; sleep 0.3; echo end"]), on_line=lambda s: holders or hold(s))
+    script = "echo $$; until [ -e held ]; do sleep 0.05; done; echo end"
+    outcome = launch(spec(tmp_path, ["sh", "-c", script]), on_line=lambda line: holders or hold(line))
     assert holders
     holders[0].close()
     assert output(outcome).endswith(b"end\n")
@@ -469,7 +473,10 @@ def children(pid: int) -> list[int]:
 
 def watchers(launcher: subprocess.Popen[bytes]) -> dict[str, int]:
     """Return the pids of the launcher and its two helpers."""
-    is_guard = {pid: b"supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(launcher.pid)}
+    is_guard = {
+        pid: b"/execution/supervisor.py\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        for pid in children(launcher.pid)
+    }
     (guard,) = (pid for pid in is_guard if is_guard[pid])
     (supervisor,) = children(guard)
     return {"launcher": launcher.pid, "guard": guard, "supervisor": supervisor}
@@ -552,6 +559,11 @@ def another_user() -> Iterator[tuple[list[str], str]]:
     folder.chmod(0o770)  # for root's group alone, since what follows is a way to become root
     shutil.copy(setpriv, folder / "become")
     os.chmod(folder / "become", 0o4750)
+    becoming = [*ordinary, str(folder / "become"), "--reuid=0", "id", "-u"]
+    became = subprocess.run(becoming, capture_output=True, text=True, check=False)
+    if became.stdout != "0\n":
+        shutil.rmtree(folder)
+        pytest.skip("needs a folder for temporary files where set-user-ID programs have an effect")
     yield [*ordinary, usable[0]], str(folder / "become")
     shutil.rmtree(folder)
 
@@ -583,11 +595,15 @@ def test_a_signal_to_the_launcher_ends_the_recipe_first(
 
 
 def test_a_second_interrupt_shortens_the_grace_period_and_a_third_leaves(tmp_path: Path, marked: Marked) -> None:
-    launcher = start_launcher(
-        tmp_path, marked, python(STUBBORN + "print('ready', flush=True)\ntime.sleep(99)"), grace_s=1e6
-    )
+    code = """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"told\\n"))
+        print("ready", flush=True)
+        time.sleep(1234)
+    """
+    launcher = start_launcher(tmp_path, marked, python(code), grace_s=1e6)
     launcher.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    eventually(lambda: "told" in output_lines(tmp_path))
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait() == -signal.SIGINT
@@ -668,7 +684,7 @@ def test_launches_in_threads_keep_to_themselves(tmp_path: Path, marked: Marked) 
 # Output.
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_log_holds_the_first_and_the_last_of_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

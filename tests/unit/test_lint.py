@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import json
+import keyword
 import os
 import subprocess
 import sys
@@ -503,7 +505,9 @@ def test_functions_of_a_package_draw_for_their_callers() -> None:
     module=st.sampled_from(
         ["import torch as {0}", "import torch.backends as {0}", "import torch.backends.cudnn as {0}"]
     ),
-    name=st.from_regex(r"[a-z]{4,8}", fullmatch=True).filter(lambda name: name not in dir(__builtins__)),
+    name=st.from_regex(r"[a-z]{4,8}", fullmatch=True).filter(
+        lambda name: not keyword.iskeyword(name) and name not in dir(builtins)
+    ),
     shadow=st.sampled_from(["", "def f({0}):\n    ", "for {0} in cases:\n    ", "with case() as {0}:\n    "]),
 )
 def test_an_alias_is_followed_and_a_shadow_is_not(module: str, name: str, shadow: str) -> None:
@@ -763,7 +767,7 @@ def test_without_a_common_history_or_a_repository_nothing_is_guessed(repository:
         lint_paths([outside], base="HEAD")
 
 
-@settings(max_examples=3, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=3, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
 def test_added_lines_are_those_that_a_diff_adds(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     lines = st.lists(

@@ -396,7 +396,7 @@ def damaged_entry(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(damaged_entry())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_a_result_holds_the_report_is_whole(result: dict[str, Any]) -> None:
     verdict = MergedVerdict(
         test=result["subject"], platform=HOSTILE, verdict=TestVerdict(result["verdict"]), result=result

@@ -90,7 +90,7 @@ def ulps(got: float, exact: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("name", UNARY)
 @given(data=st.data())
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_the_error_stays_within_the_stated_bound(name: str, data: st.DataObject) -> None:
     operator, exactly = UNARY[name], getattr(mpmath, name, None) or (lambda x: mpmath.log(x, int(name[3:])))
     limits = {"acos": (-1.0, 1.0), "asin": (-1.0, 1.0), "atan": (None, None), "tan": (None, None)}

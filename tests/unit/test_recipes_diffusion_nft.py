@@ -89,7 +89,7 @@ def reference_loss(
     return total / len(v)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**31), st.floats(0.05, 2.0), st.integers(1, 5))
 def test_the_loss_agrees_with_another_implementation(seed: int, beta: float, count: int) -> None:
     generator = np.random.default_rng(seed)

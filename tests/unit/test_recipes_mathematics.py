@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -71,7 +71,6 @@ def test_on_policy_gradient_is_that_of_the_log_prob() -> None:
     assert log_prob.grad.tolist() == [-1.5, 0.5]
 
 
-@settings(deadline=None)
 @given(st.integers(2, 20), st.floats(0.05, 2.0), st.integers(0, 2**31))
 def test_transition_log_prob_is_the_density_of_a_normal(steps: int, noise_level: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -78,6 +78,8 @@ def run(args: ScriptArgs) -> None:
             train.call("train", step)
     print("torch in the driver:", "torch" in sys.modules)
 
+from e2e_registry.recipes import actor_group
+actor_group.GRACE_S = 15.0  # where the machine is loaded, the other actor takes longer to say that its peer is gone
 command_line(run, ScriptArgs)()
 """
 

@@ -155,7 +155,7 @@ names = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_
 INT64_STEPS = st.integers(-(2**63), 2**63 - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     names=st.lists(names, min_size=1, max_size=4, unique=True),
     rows=st.lists(st.lists(st.none() | observed, min_size=4, max_size=4), max_size=12),

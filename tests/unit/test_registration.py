@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from e2e_registry.config import Settings, load_settings
@@ -268,7 +268,6 @@ TEXTS = st.lists(st.sampled_from(["{run_dir}", "{seed}", "{", "}", "{}", "a", "Ã
 )
 
 
-@settings(deadline=None)
 @given(args=st.lists(TEXTS, max_size=3))
 def test_placeholders_are_replaced_as_by_str_replace(repo: Path, args: list[str]) -> None:
     test = read(repo, call({"args": repr(args), "seed": "12"}))
@@ -340,7 +339,6 @@ def registrations(draw: st.DrawFn) -> dict[str, object]:
     return {**required, **program, **draw(st.fixed_dictionaries({}, optional=optional))}
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(keywords=registrations(), data=st.data())
 def test_reading_equals_executing(repo: Path, keywords: dict[str, object], data: st.DataObject) -> None:
     order = data.draw(st.permutations(list(keywords)))
@@ -700,7 +698,6 @@ def test_files_that_declare_no_test(repo: Path, source: str | bytes, where: str,
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
 def test_whatever_a_file_holds_the_error_is_typed(repo: Path, data: st.DataObject) -> None:
     whole = call({"tolerances": '{"train/loss": Tolerance(atol=1e-7, reason="r")}', "args": "X + ['b']"}, "X = ['a']\n")

@@ -73,7 +73,7 @@ Case = tuple[int, list[int]]
 
 
 @given(cases, st.integers(0, 10_000))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_each_segment_is_summed_along_the_specified_tree(case: Case, seed: int) -> None:
     count, ids = case
     values = wide_range((len(ids), 2), seed, torch.float32)
@@ -84,7 +84,7 @@ def test_each_segment_is_summed_along_the_specified_tree(case: Case, seed: int) 
 
 
 @given(cases, st.sampled_from(FLOATS), st.integers(0, 10_000))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_the_error_stays_within_the_stated_bound(case: Case, dtype: torch.dtype, seed: int) -> None:
     count, ids = case
     values, index = wide_range((len(ids),), seed, dtype), torch.tensor(ids, dtype=torch.int64)
@@ -151,7 +151,7 @@ def test_gradients_repeat_whatever_the_threads(device: str) -> None:
 
 
 @given(cases, st.integers(0, 10_000))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_a_segment_does_not_depend_on_the_others(case: Case, seed: int) -> None:
     count, ids = case
     values, index = wide_range((len(ids),), seed, torch.float32), torch.tensor(ids, dtype=torch.int64)

@@ -27,7 +27,7 @@ from e2e_registry.series import BatchStream
 from e2e_registry.standard import METADATA_KEY, SCHEMA, Standard, StandardMetadata, content_digest, write_standard
 from e2e_registry.tolerance import OBSERVE, STRICT, Policies, Policy, Tolerance
 
-NO_FIXTURE_CHECK = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+NO_FIXTURE_CHECK = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def metadata(**changes: object) -> StandardMetadata:

@@ -1,0 +1,55 @@
+"""The command line at a pseudo-terminal, with somebody who answers it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+
+def converse(root: Path, arguments: Sequence[str], answers: Sequence[str], *, prompt: str) -> tuple[int, str]:
+    """Run the command line in a folder, answer each question as it comes, and return the exit code and what was shown.
+
+    Args:
+        root: Where it runs.
+        arguments: Of the command line.
+        answers: What is typed, key by key, one at each question.
+        prompt: A pattern that is found once for each question.
+    """
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(root)
+        os.execv(sys.executable, [sys.executable, "-m", "e2e_registry", *arguments])
+    shown, given = b"", 0
+    deadline = time.monotonic() + 120
+    try:
+        while block := _read(terminal, deadline):
+            shown += block
+            while given < min(len(answers), len(re.findall(prompt, shown.decode(errors="replace")))):
+                os.write(terminal, answers[given].encode())
+                given += 1
+    except TimeoutError:
+        os.kill(pid, signal.SIGKILL)
+        pytest.fail(f"it waits, or goes on, for ever:\n{shown.decode(errors='replace')}")
+    finally:
+        os.close(terminal)
+        _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), shown.decode(errors="replace")
+
+
+def _read(terminal: int, deadline: float) -> bytes:
+    """Return what is shown next; nothing once the other end is gone."""
+    if not select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        raise TimeoutError
+    try:
+        return os.read(terminal, 4096)
+    except OSError:
+        return b""
