@@ -258,7 +258,7 @@ def test_a_worker_of_another_program_is_not_replaced() -> None:
     queue = context.Queue()
     worker = context.Process(target=_try_bootstrap, args=(queue,))
     worker.start()
-    assert "multiprocessing worker" in queue.get(timeout=60)
+    assert "multiprocessing worker" in queue.get(timeout=180)
     worker.join()
 
 
@@ -287,7 +287,7 @@ def test_a_variable_is_late_once_its_reader_has_started(code: str, late: Mapping
         env={**CALLER, "GLIBC_TUNABLES": "glibc.malloc.check=0"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert json.loads(done.stdout) == late, done.stderr
 

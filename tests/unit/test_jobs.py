@@ -135,7 +135,7 @@ GPU_RECIPE = """
     from e2e_registry import MetricRecorder
     marks = pathlib.Path(os.environ["MARKS"])
     (marks / os.environ["CUDA_VISIBLE_DEVICES"]).touch()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 50
     while len(list(marks.iterdir())) < int(os.environ["TOGETHER"]) and time.monotonic() < deadline:
         time.sleep(0.02)
     with MetricRecorder() as recorder:

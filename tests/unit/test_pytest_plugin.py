@@ -260,7 +260,7 @@ def test_an_interrupt_leaves_no_process_of_a_recipe(repository: Repository, work
     ) as process:
         _wait_until(lambda: alive.exists() and alive.read_text())
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=180)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, out
     _wait_until(lambda: not Path("/proc", alive.read_text()).exists())
     if not workers:  # of a worker that was ended nobody learns what it had collected
@@ -268,7 +268,7 @@ def test_an_interrupt_leaves_no_process_of_a_recipe(repository: Repository, work
         assert (found["status"], found["why_partial"], found["not_run"]) == ("partial", "interrupted", [TEST])
 
 
-def _wait_until(condition: Any, seconds: float = 60) -> None:
+def _wait_until(condition: Any, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

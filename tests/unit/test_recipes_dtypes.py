@@ -158,7 +158,7 @@ def test_losses_are_scaled_where_the_forward_pass_is_in_half_precision() -> None
 @pytest.mark.parametrize("script", ["run_flow_grpo_digits.py", "run_diffusion_nft_digits.py"])
 def test_dtypes_that_differ_are_refused_before_ray_and_torch_are_imported(script: str) -> None:
     command = [sys.executable, "-X", "importtime", str(SCRIPTS / script), "--rollout-precision", "bf16"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     imports = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "import time:" in line}
     assert result.returncode == 2
     assert "--rollout-precision: the engine would compute in bf16 and the trainer in fp32" in result.stderr

@@ -147,7 +147,7 @@ def test_samples_that_ranks_cannot_share_evenly_are_refused(script: ModuleType) 
 
 def test_a_nondeterministic_attention_backend_fails_before_ray_and_diffusers_are_imported() -> None:
     command = [sys.executable, "-X", "importtime", str(SCRIPT), "--deterministic-mode", "--fsdp-attention-backend"]
-    result = subprocess.run([*command, "sage"], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([*command, "sage"], capture_output=True, text=True, timeout=180, check=False)
     imports = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "import time:" in line}
     assert result.returncode == 2
     assert "--fsdp-attention-backend: attention backend 'sage' cannot run deterministically" in result.stderr

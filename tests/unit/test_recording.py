@@ -82,7 +82,7 @@ def run_python(script: str, *args: str | Path, check: bool = True, **env: str) -
         capture_output=True,
         text=True,
         check=check,
-        timeout=60,
+        timeout=180,
     )
 
 
@@ -410,7 +410,7 @@ def test_recording_needs_the_standard_library_alone(tmp_path: Path) -> None:
         folder = tmp_path / str(len(flags))
         command = [sys.executable, *flags, "-c", textwrap.dedent(script)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "E2E_REGISTRY_RUN_DIR": str(folder)}
-        subprocess.run(command, env=env, check=True, timeout=60)
+        subprocess.run(command, env=env, check=True, timeout=180)
         run = read_run(folder)
         assert set(main_points(run)) == {"a", "b", "c", "ids"}
         assert run.writer_states["main", 0], run.unknown_states
