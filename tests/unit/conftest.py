@@ -2,7 +2,7 @@
 
 Host variables are taken out when pytest loads this file, before any test module or library is imported, so that
 fixtures of a module and processes that tests start are free of them too. What stays is what says where things are
-(``PATH``, ``HOME``, ``PYTHONPATH``, proxies) and which GPUs are the caller's.
+(``PATH``, ``HOME``, ``PYTHONPATH``, proxies) and, for tests on GPUs, which of them are the caller's.
 """
 
 import os
@@ -33,12 +33,12 @@ _NAMES = frozenset(
     }
 )
 _OF_PROFILES = frozenset(variable.name for profile in PROFILES.values() for variable in profile.settings)
-#: Whose GPU a test may take is the caller's to say.
-_KEPT = frozenset({"CUDA_VISIBLE_DEVICES"})
+#: Which GPUs a test may take is the caller's to say.
+_NEEDED_LATER = frozenset({"CUDA_VISIBLE_DEVICES"})
 
 
 def _is_the_host_s(name: str) -> bool:
-    return name not in _KEPT and (name.startswith(_PREFIXES) or name in _NAMES | _OF_PROFILES)
+    return name not in _NEEDED_LATER and (name.startswith(_PREFIXES) or name in _NAMES | _OF_PROFILES)
 
 
 for _name in [name for name in os.environ if _is_the_host_s(name)]:
@@ -62,7 +62,10 @@ settings.load_profile("unit")
 
 
 @pytest.fixture(autouse=True)
-def _no_options_for_the_pytest_of_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep what this pytest was given by its environment from those that tests start; its workers had to see it."""
-    for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
+def _nothing_that_only_this_process_needs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Take out of each test what could not go earlier: options that pytest's workers read, and the caller's GPUs."""
+    names = {"PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD"}
+    if request.node.get_closest_marker("gpu") is None:
+        names |= _NEEDED_LATER
+    for name in names:
         monkeypatch.delenv(name, raising=False)

@@ -485,10 +485,8 @@ REFUSED: list[tuple[dict[str, str | None], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "marked", "argument", "says"), REFUSED)
-def test_refused_keywords(
-    repo: Path, tmp_path: Path, changes: dict[str, str | None], marked: str, argument: str, says: str
-) -> None:
-    outside, link = tmp_path / "outside.py", repo / "scripts/outside.py"
+def test_refused_keywords(repo: Path, changes: dict[str, str | None], marked: str, argument: str, says: str) -> None:
+    outside, link = repo.parent / "outside.py", repo / "scripts/outside.py"
     outside.touch()
     if not link.is_symlink():
         link.symlink_to(outside)
