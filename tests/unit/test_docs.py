@@ -50,8 +50,17 @@ def test_every_command_in_the_readme_exists_and_every_command_is_in_it() -> None
     assert named == commands
 
 
+def anchors(document: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a document."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_the_documents_lead_somewhere() -> None:
     for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", document.read_text()):
             if "://" not in target:
-                assert (document.parent / target).exists(), f"{document.name} links to {target}"
+                path = document.parent / target if target else document
+                assert path.exists(), f"{document.name} links to {target}"
+                assert not anchor or anchor in anchors(path), f"{document.name} links to {target}#{anchor}"
