@@ -11,13 +11,15 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from e2e_registry.errors import StorageError
 
 _SUFFIX = ".tmp"
+#: What this package and GitHub write nests a tenth as deeply.
+MAX_NESTING = 100
 
 
 @contextlib.contextmanager
@@ -57,12 +59,22 @@ def parse_json(text: str | bytes) -> Any:
     """Return what a JSON document of any origin holds.
 
     Raises:
-        ValueError: It is not JSON, or nested deeper than the parser can follow.
+        ValueError: It is not JSON, or nested so deeply that whoever walks through it would not come back.
     """
     try:
-        return json.loads(text)
+        data = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    level = [data]
+    for _ in range(MAX_NESTING):
+        level = [item for value in level for item in _items(value)]
+    if level:
+        raise ValueError("it is nested too deeply")
+    return data
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def read_json_object(path: Path, *, max_bytes: int, hint: str | None = None) -> dict[str, Any]:

@@ -365,6 +365,8 @@ def test_a_runner_of_another_platform_than_planned_is_told_of(planned: Repositor
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
+        # Nested as the parser still follows, and what walks through it would not.
+        *((f'{{"format": 1, "tests": [], "more": {"[" * depth}{"]" * depth}}}', "is not JSON") for depth in (120, 900)),
         ("[]", "is no JSON object"),
         ('{"format": 2, "tests": []}', "is of format 2"),
         ('{"format": 1, "tests": {}}', "no list of tests"),
@@ -421,6 +423,7 @@ PLAN = {"format": 1, "expected": [{"test": TEST, "platform": PORTABLE, "excuse":
         "[]",
         "[" * 100_000,
         '{"format": [' + "[" * 100_000,
+        f'{{"format": 1, "warnings": [], "expected": [{"[" * 900}{"]" * 900}]}}',
         "\xff",
         *(
             json.dumps(PLAN | damage)
