@@ -42,8 +42,13 @@ EXIT_CODE_PRECEDENCE: tuple[ExitCode, ...] = (
 
 
 def worst_exit_code(codes: Iterable[ExitCode]) -> ExitCode:
-    """Return the exit code for a command that ran several tests; ``OK`` when none failed."""
-    seen = set(codes)
+    """Return the exit code for a command that ran several tests; ``OK`` when none failed.
+
+    A failure with a code that no test can end with is a fault of this package, and never success.
+    """
+    seen = set(codes) - {ExitCode.OK}
+    if not seen <= set(EXIT_CODE_PRECEDENCE):
+        return ExitCode.INTERNAL
     for code in EXIT_CODE_PRECEDENCE:
         if code in seen:
             return code

@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 from e2e_registry.dtypes import DIGEST, DTYPES, DType
 from e2e_registry.errors import StandardError, UsageError
 from e2e_registry.series import BatchStream, SeriesBatch, SeriesKey, decode_values, iter_series
-from e2e_registry.storage import replacing
+from e2e_registry.storage import parse_json, replacing
 from e2e_registry.tolerance import Policy, PolicyKind
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ class Standard:
                 hint="standards are written by `e2e-registry record` and `adopt`",
             )
         try:
-            data = json.loads(raw)
+            data = parse_json(raw)
         except ValueError as error:
             raise StandardError(f"its e2e_registry metadata is not JSON: {error}", where=path) from error
         self.metadata = StandardMetadata.from_json(data, path)

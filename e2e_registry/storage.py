@@ -11,13 +11,15 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from e2e_registry.errors import StorageError
 
 _SUFFIX = ".tmp"
+#: What this package and GitHub write nests a tenth as deeply.
+MAX_NESTING = 100
 
 
 @contextlib.contextmanager
@@ -51,6 +53,52 @@ def write_json(path: Path, data: Any) -> None:
     """Write ``data`` as strict JSON, atomically."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON document of any origin holds.
+
+    Raises:
+        ValueError: It is not JSON, or nested so deeply that whoever walks through it would not come back.
+    """
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [data]
+    for _ in range(MAX_NESTING):
+        level = [item for value in level for item in _items(value)]
+    if level:
+        raise ValueError("it is nested too deeply")
+    return data
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def read_json_object(path: Path, *, max_bytes: int, hint: str | None = None) -> dict[str, Any]:
+    """Read a file of any origin that should hold one JSON object.
+
+    Args:
+        path: The file.
+        max_bytes: A larger one is not read.
+        hint: What to do if it holds something else.
+
+    Raises:
+        StorageError: It cannot be read, is too large, or holds no JSON object.
+    """
+    try:
+        if path.stat().st_size > max_bytes:
+            raise StorageError(f"is larger than {max_bytes >> 20} MiB", where=path)
+        data = parse_json(path.read_bytes())
+    except OSError as error:
+        raise StorageError(f"cannot be read: {error.strerror}", where=path) from error
+    except ValueError as error:
+        raise StorageError(f"is not JSON: {error}", where=path, hint=hint) from error
+    if not isinstance(data, dict):
+        raise StorageError("is no JSON object", where=path, hint=hint)
+    return data
 
 
 def append_text(path: Path, text: str) -> None:

@@ -67,8 +67,11 @@ def lasting_output() -> Iterator[None]:
 
 
 def print_json(data: Any) -> None:
-    """Print one JSON document, and nothing else, to standard output."""
-    typer.echo(json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False))
+    """Print one JSON document, and nothing else, to standard output.
+
+    In ASCII, as files are written: names that are no text in any encoding have an escape in JSON, and no bytes.
+    """
+    typer.echo(json.dumps(data, indent=1, allow_nan=False))
 
 
 @contextlib.contextmanager

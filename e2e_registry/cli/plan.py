@@ -63,7 +63,13 @@ def plan(
             raise
         registrations, pairs = [], None
     made = make_plan(
-        registrations, settings, platform=platform, partitions=partitions, head_revision=head_rev, only=pairs
+        registrations,
+        settings,
+        platform=platform,
+        partitions=partitions,
+        head_revision=head_rev,
+        only=pairs,
+        may_be_empty=allow_empty,
     )
     if github_output is not None:
         append_text(github_output, made.github_outputs())

@@ -9,7 +9,22 @@ from functools import cached_property
 from typing import Any
 
 from e2e_registry.comparison.assessment import TestVerdict
-from e2e_registry.errors import ExitCode, worst_exit_code
+from e2e_registry.errors import EXIT_CODE_PRECEDENCE, ExitCode, worst_exit_code
+
+
+def exit_code_of(verdict: TestVerdict, result: Mapping[str, Any]) -> ExitCode:
+    """Return what a verdict alone makes a command answer.
+
+    Concluded from the verdict, not from the code that the file holds beside it; only an error says which it is.
+
+    Args:
+        verdict: The verdict.
+        result: The test's object of ``results.json``.
+    """
+    if verdict is not TestVerdict.ERROR:
+        return verdict.exit_code
+    stated = result.get("exit_code")
+    return ExitCode(stated) if type(stated) is int and stated in EXIT_CODE_PRECEDENCE else ExitCode.INTERNAL
 
 
 class Standing(enum.Enum):
@@ -30,6 +45,7 @@ class MergedVerdict:
         standing: What it counts for.
         note: Why it counts for no more, or why there is no verdict.
         job: The job that it comes from.
+        quarantine: Until when, and why, a failure blocks nothing; None if it does.
         result: The test's object of ``results.json``; empty if there is none.
     """
 
@@ -39,32 +55,32 @@ class MergedVerdict:
     standing: Standing = Standing.REQUIRED
     note: str | None = None
     job: str | None = None
+    quarantine: str | None = None
     result: Mapping[str, Any]
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the test ran at all."""
+        return self.verdict not in (None, TestVerdict.SKIPPED)
 
     @property
     def is_missing(self) -> bool:
         """Whether a verdict is required, and there is none."""
-        return self.standing is Standing.REQUIRED and self.verdict in (None, TestVerdict.SKIPPED)
+        return self.standing is Standing.REQUIRED and not self.has_run
 
     @property
     def is_quarantined(self) -> bool:
         """Whether a failure blocks nothing until a date."""
-        return bool(self.result.get("quarantine")) and self.verdict is not TestVerdict.SKIPPED
+        return self.quarantine is not None and self.has_run
 
     @property
     def exit_code(self) -> ExitCode:
-        """What this verdict alone makes the command answer.
-
-        Concluded from the verdict, not from the code that the file holds beside it.
-        """
+        """What this verdict alone makes the command answer."""
         if self.standing is Standing.INFORMATIONAL or self.is_quarantined:
             return ExitCode.OK
-        if self.verdict is None or self.verdict is TestVerdict.SKIPPED:
+        if self.verdict is None or self.is_missing:
             return ExitCode.RUN_FAILED
-        if self.verdict is TestVerdict.ERROR:
-            stated = self.result.get("exit_code")
-            return next((code for code in ExitCode if code and code == stated), ExitCode.INTERNAL)
-        return self.verdict.exit_code
+        return exit_code_of(self.verdict, self.result)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``merge --json`` prints for this verdict."""
@@ -102,7 +118,7 @@ class MergedResults:
         problems: What makes the merge fail beside the verdicts.
         warnings: What should be known.
         num_jobs: How many ``results.json`` were read.
-        may_be_empty: Whether no verdict at all is success.
+        may_be_empty: Whether it is success if nothing ran.
     """
 
     verdicts: Sequence[MergedVerdict]
@@ -119,10 +135,10 @@ class MergedResults:
     @property
     def exit_code(self) -> ExitCode:
         """What the command answers."""
-        if not self.verdicts and not self.problems:
-            return ExitCode.OK if self.may_be_empty else ExitCode.NOTHING_SELECTED
         codes = [verdict.exit_code for verdict in self.verdicts]
-        return worst_exit_code([*codes, *(problem.exit_code for problem in self.problems)])
+        worst = worst_exit_code([*codes, *(problem.exit_code for problem in self.problems)])
+        has_run = any(verdict.has_run for verdict in self.verdicts)
+        return worst if worst or has_run or self.may_be_empty else ExitCode.NOTHING_SELECTED
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``merge --json`` prints."""

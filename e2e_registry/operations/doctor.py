@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shlex
 import sys
@@ -37,6 +36,7 @@ from e2e_registry.operations.standards import display_path
 from e2e_registry.operations.state_hook.sitecustomize import MARKER, RUN_VARIABLE
 from e2e_registry.recording.layout import RUN_FILE, STATE_FILE
 from e2e_registry.registration import Registration
+from e2e_registry.storage import parse_json
 
 #: The profile of what names none.
 DEFAULT_PROFILE = "cpu-portable"
@@ -347,7 +347,7 @@ def _state_files(path: Path) -> Iterator[tuple[tuple[str, int], Mapping[str, Any
 
 def _state(file: Path) -> Mapping[str, Any] | None:
     try:
-        state = json.loads(file.read_bytes())
+        state = parse_json(file.read_bytes())
     except ValueError:
         return None
     return state if isinstance(state, dict) and state.keys() != {"error"} else None

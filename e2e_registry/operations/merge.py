@@ -6,27 +6,40 @@ an honest exit code.
 
 from __future__ import annotations
 
-import json
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from e2e_registry.comparison import TestVerdict
-from e2e_registry.comparison.merged import MergedResults, MergedVerdict, MergeProblem, Standing
+from e2e_registry.comparison.merged import MergedResults, MergedVerdict, MergeProblem, Standing, exit_code_of
 from e2e_registry.config import Settings
-from e2e_registry.errors import EXIT_CODE_PRECEDENCE, ExitCode, NothingSelectedError, StorageError, UsageError
+from e2e_registry.errors import (
+    EXIT_CODE_PRECEDENCE,
+    ExitCode,
+    NothingSelectedError,
+    StorageError,
+    UsageError,
+    worst_exit_code,
+)
 from e2e_registry.operations.plan import Plan
 from e2e_registry.operations.results import RESULTS_FILE, RESULTS_FORMAT
 from e2e_registry.operations.running import UNKNOWN_PLATFORM
 from e2e_registry.registration import Registration, discover
+from e2e_registry.storage import read_json_object
 
-#: Beside ``results.json``: which job of which attempt wrote it, and for which platform it was planned.
+#: Beside ``results.json``: which job of which attempt wrote it, for which platform it was planned, and what its
+#: command ended with; null until it has.
 JOB_FILE = "job.json"
 #: A results file holds a few kilobytes a test.
 MAX_RESULTS_BYTES = 64 << 20
 _MAX_NAMES = 80
+_MAX_TESTS = 3
+
+_JobKey = tuple[str | None, ...]
+#: Test and platform; None where neither the run nor the job says which.
+_Pair = tuple[str, str | None]
 
 #: Verdicts after which a new standard may be what is wanted.
 RECORDABLE = frozenset({TestVerdict.MISMATCH, TestVerdict.NO_STANDARD, TestVerdict.INCOMPARABLE})
@@ -41,14 +54,26 @@ class JobResults:
         platform: The platform that it was planned for; None where nobody said.
         attempt: Which attempt of the workflow's run it was of, from 1.
         tests: The tests' objects, each with a string ``subject`` and a known ``verdict``.
+        not_run: The tests that it did not come to.
         problem: Why the results are not all that the job should have brought; None if they are.
+        artifact: What its artifact is called but for the attempt; None where nobody said.
     """
 
     name: str
     platform: str | None
     attempt: int
     tests: tuple[Mapping[str, Any], ...]
+    not_run: tuple[str, ...] = ()
     problem: str | None = None
+    artifact: str | None = None
+
+    @property
+    def key(self) -> _JobKey:
+        """What the attempts at one job have in common.
+
+        Artifacts of one attempt differ in their names: GitHub sees to it. All jobs of a matrix may have one name.
+        """
+        return (self.name, self.platform) if self.artifact is None else (self.artifact,)
 
 
 def find_results(paths: Sequence[Path]) -> list[Path]:
@@ -82,23 +107,42 @@ def read_results(path: Path) -> JobResults:
         StorageError: It cannot be read, or is not what a check writes.
     """
     job_file = path.with_name(JOB_FILE)
-    job = _read_object(job_file) if _is_there(job_file) else {}
-    name, platform, attempt = job.get("name", path.parent.name), job.get("platform"), job.get("attempt", 1)
-    if not (isinstance(name, str) and isinstance(platform, str | None) and type(attempt) is int):
-        raise StorageError("does not say name, platform and attempt", where=job_file)
-    if job and not _is_there(path):
-        return JobResults(name, platform, attempt, (), _problem_without_results(job))
+    job = _read_job(job_file) if _is_there(job_file) else {}
+    # Recording writes no results: those beside it are of a check before it.
+    data = None if job and (job.get("command") == "record" or not _is_there(path)) else _read_results(path)
+    return JobResults(
+        name=job.get("name", path.parent.name),
+        platform=job.get("platform"),
+        attempt=job.get("attempt", 1),
+        tests=() if data is None else tuple(data["tests"]),
+        not_run=() if data is None else tuple(data.get("not_run", ())),
+        problem=_problem_without_results(job) if data is None else _problem_with_results(job, data),
+        artifact=job.get("artifact"),
+    )
+
+
+def _read_job(path: Path) -> dict[str, Any]:
+    job = _read_object(path)
+    is_job = all(isinstance(job.get(name, ""), str) for name in ("name", "command"))
+    is_job = is_job and all(isinstance(job.get(name), str | None) for name in ("artifact", "platform"))
+    is_job = is_job and type(job.get("attempt", 1)) is int and type(job.get("exit_code", 0)) in (int, type(None))
+    if not is_job:
+        raise StorageError("does not say name, artifact, command, platform, attempt and exit code", where=path)
+    return job
+
+
+def _read_results(path: Path) -> dict[str, Any]:
     data = _read_object(path)
     if data.get("format") != RESULTS_FORMAT:
         raise StorageError(f"is of format {data.get('format')!r}, not {RESULTS_FORMAT}", where=path)
-    tests = data.get("tests")
+    tests, not_run = data.get("tests"), data.get("not_run", [])
     if not isinstance(tests, list):
         raise StorageError("holds no list of tests", where=path)
+    if not isinstance(not_run, list) or not all(isinstance(test, str) for test in not_run):
+        raise StorageError("does not list by name what was not run", where=path)
     for at, test in enumerate(tests):
         _check_test(test, f"{path}:tests[{at}]")
-    is_partial = data.get("status", "complete") != "complete"
-    problem = f"the results are partial ({data.get('why_partial', 'unfinished')!s:.40})" if is_partial else None
-    return JobResults(name, platform, attempt, tuple(tests), problem)
+    return data
 
 
 def _problem_without_results(job: Mapping[str, Any]) -> str | None:
@@ -106,7 +150,37 @@ def _problem_without_results(job: Mapping[str, Any]) -> str | None:
     command, code = job.get("command", "check"), job.get("exit_code")
     if command == "record" and code == 0:
         return None
-    return f"{command!s:.40} ended with exit code {code!s:.10}" + ("" if command == "record" else " and no results")
+    if code is None:
+        return f"{command:.40} did not come to its end"
+    return f"{command:.40} ended with exit code {code!s:.10}" + ("" if command == "record" else " and no results")
+
+
+def _problem_with_results(job: Mapping[str, Any], data: Mapping[str, Any]) -> str | None:
+    """Say why results are not whole, or not those of the job's own check."""
+    not_run = data.get("not_run")
+    if data.get("status", "complete") != "complete" or not_run:
+        which = f"; not run: {_listed(not_run)}" if not_run else ""
+        return f"the results are partial ({data.get('why_partial', 'unfinished')!s:.40}){which}"
+    command, code = job.get("command", "check"), job.get("exit_code", ExitCode.OK)
+    if code is None:
+        return f"{command:.40} did not come to its end"
+    implied = _implied_codes(data["tests"])
+    if "exit_code" in job and code not in implied:
+        return f"{command:.40} ended with exit code {code!s:.10}, and its results say {min(implied)}"
+    return None
+
+
+def _implied_codes(tests: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Return what a check that left these tests may have ended with: where nothing ran, ``--allow-empty`` decides."""
+    ran = [(TestVerdict(test["verdict"]), test) for test in tests if test["verdict"] != TestVerdict.SKIPPED.value]
+    if not ran:
+        return {int(ExitCode.OK), int(ExitCode.NOTHING_SELECTED)}
+    return {int(worst_exit_code(exit_code_of(*each) for each in ran if not each[1].get("quarantine")))}
+
+
+def _listed(tests: Sequence[str]) -> str:
+    more = f" and {len(tests) - _MAX_TESTS} more" if len(tests) > _MAX_TESTS else ""
+    return ", ".join(f"{test:.{_MAX_NAMES}}" for test in tests[:_MAX_TESTS]) + more
 
 
 def _check_test(test: object, where: str) -> None:
@@ -126,24 +200,9 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _first_words(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
 def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_RESULTS_BYTES:
-            raise StorageError(f"is larger than {MAX_RESULTS_BYTES >> 20} MiB", where=path)
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise StorageError(f"cannot be read: {error.strerror}", where=path) from error
-    except (ValueError, RecursionError) as error:
-        is_zip = path.suffix == ".zip"
-        hint = "unpack the artifact, and name the folder" if is_zip else None
-        raise StorageError(f"is not JSON: {_first_words(error)}", where=path, hint=hint) from error
-    if not isinstance(data, dict):
-        raise StorageError("is no JSON object", where=path)
-    return data
+    hint = "unpack the artifact, and name the folder" if path.suffix == ".zip" else None
+    return read_json_object(path, max_bytes=MAX_RESULTS_BYTES, hint=hint)
 
 
 def select_recordable(
@@ -180,7 +239,8 @@ def select_recordable(
 def merge(paths: Sequence[Path], *, plan: Plan | None = None, may_be_empty: bool = False) -> MergedResults:
     """Merge the results of several machines.
 
-    Of the attempts at a test on a platform the latest counts; of two results of one attempt the worse.
+    Of the attempts at one job the latest counts for each test and platform; of the results of two jobs, or of one
+    attempt, the worse.
 
     Args:
         paths: See :func:`find_results`.
@@ -198,11 +258,7 @@ def merge(paths: Sequence[Path], *, plan: Plan | None = None, may_be_empty: bool
         except StorageError as error:
             problems.append(MergeProblem(str(error), error.exit_code))
     latest, warnings = _latest(jobs)
-    problems += [
-        MergeProblem(f"{job.name}: {job.problem}", ExitCode.RUN_FAILED)
-        for job in _current(jobs)
-        if job.problem is not None
-    ]
+    problems += [MergeProblem(message, ExitCode.RUN_FAILED) for message in (*_incomplete(jobs), *_lost(jobs))]
     verdicts = [_verdict(pair, found, plan) for pair, found in latest.items()]
     if plan is not None:
         verdicts += [
@@ -232,20 +288,26 @@ def merge(paths: Sequence[Path], *, plan: Plan | None = None, may_be_empty: bool
 _Found = tuple[JobResults, TestVerdict, Mapping[str, Any]]
 
 
-def _latest(jobs: Sequence[JobResults]) -> tuple[dict[tuple[str, str | None], _Found], list[str]]:
+def _latest(jobs: Sequence[JobResults]) -> tuple[dict[_Pair, _Found], list[str]]:
     """Return the result that counts of each test and platform, and what was odd about finding it."""
-    latest: dict[tuple[str, str | None], _Found] = {}
-    warnings: list[str] = []
+    last: dict[tuple[_JobKey, _Pair], int] = {}
+    found: list[tuple[_Pair, _Found]] = []
     for job, test in ((each, test) for each in jobs for test in each.tests):
-        verdict, key = TestVerdict(test["verdict"]), (test["subject"], _platform_of(test, job))
-        known = latest.get(key)
-        key_text = f"{key[0]} on {key[1]}"
-        if known is not None and known[0].attempt == job.attempt:
-            first, second = known[1].value, verdict.value
-            which = "" if first == second else "; the worse one counts"
-            warnings.append(f"{key_text}: two results ({first}, {second}){which}")
-        if known is None or (job.attempt, _badness(verdict)) > (known[0].attempt, _badness(known[1])):
-            latest[key] = (job, verdict, test)
+        pair = (test["subject"], _platform_of(test, job))
+        last[job.key, pair] = max(last.get((job.key, pair), job.attempt), job.attempt)
+        found.append((pair, (job, TestVerdict(test["verdict"]), test)))
+    latest: dict[_Pair, _Found] = {}
+    warnings: list[str] = []
+    for pair, one in found:
+        job, verdict, _ = one
+        if job.attempt < last[job.key, pair]:
+            continue
+        known = latest.get(pair)
+        if known is not None:
+            which = "" if known[1] is verdict else "; the worse one counts"
+            warnings.append(f"{pair[0]} on {pair[1]}: two results ({known[1].value}, {verdict.value}){which}")
+        if known is None or _badness(verdict) > _badness(known[1]):
+            latest[pair] = one
     return latest, warnings
 
 
@@ -265,17 +327,33 @@ def _badness(verdict: TestVerdict) -> int:
 
 def _current(jobs: Sequence[JobResults]) -> Iterator[JobResults]:
     """Return the jobs that no later attempt at the same job replaced."""
-    last: dict[tuple[str, str | None], int] = {}
+    last: dict[_JobKey, int] = {}
     for job in jobs:
-        key = (job.name, job.platform)
-        last[key] = max(last.get(key, 0), job.attempt)
-    return (job for job in jobs if job.attempt == last[job.name, job.platform])
+        last[job.key] = max(last.get(job.key, job.attempt), job.attempt)
+    return (job for job in jobs if job.attempt == last[job.key])
 
 
-def _verdict(pair: tuple[str, str | None], found: _Found, plan: Plan | None) -> MergedVerdict:
+def _incomplete(jobs: Sequence[JobResults]) -> Iterator[str]:
+    """Say which jobs did not bring all that they should have."""
+    return (f"{job.name}: {job.problem}" for job in _current(jobs) if job.problem is not None)
+
+
+def _lost(jobs: Sequence[JobResults]) -> Iterator[str]:
+    """Say which tests a job did not come to, and its later attempts did not run either."""
+    for job in jobs:
+        later = [other for other in jobs if other.key == job.key and other.attempt > job.attempt]
+        run = {test["subject"] for other in later for test in other.tests}
+        lost = [test for test in job.not_run if test not in run]
+        if later and lost:
+            yield f"{job.name}: attempt {job.attempt!s:.10} did not run {_listed(lost)}, and no later one did"
+
+
+def _verdict(pair: _Pair, found: _Found, plan: Plan | None) -> MergedVerdict:
     (test, platform), (job, verdict, result) = pair, found
     expected = None if plan is None or platform is None else plan.by_pair.get((test, platform))
     excuse = None if expected is None else expected.excuse
+    # A plan says itself what is quarantined; what an artifact says of that, its pull request's code may have written.
+    quarantine = result.get("quarantine") if plan is None else None
     is_skipped_unasked = expected is None and verdict is TestVerdict.SKIPPED
     return MergedVerdict(
         test=test,
@@ -284,6 +362,7 @@ def _verdict(pair: tuple[str, str | None], found: _Found, plan: Plan | None) -> 
         standing=Standing.INFORMATIONAL if excuse or is_skipped_unasked else Standing.REQUIRED,
         note=excuse or _skip_reason(verdict, result),
         job=job.name,
+        quarantine=(quarantine or None) if isinstance(quarantine, str) else None,
         result=result,
     )
 
@@ -303,7 +382,7 @@ def _urgency(verdict: MergedVerdict) -> int:
     return 3 if is_success else 2
 
 
-def _displaced(jobs: Iterator[JobResults]) -> list[str]:
+def _displaced(jobs: Iterable[JobResults]) -> list[str]:
     """Say which jobs ran on another platform than the one that they were planned for."""
     warnings = []
     for job in jobs:

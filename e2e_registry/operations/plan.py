@@ -7,7 +7,7 @@ runs all the same: that is how a new platform gets its first standards.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,16 +15,20 @@ from typing import Any
 
 from e2e_registry.config import Settings, did_you_mean
 from e2e_registry.environment import may_be_platform_of, source_tree_of_revision
-from e2e_registry.errors import StorageError, UsageError
+from e2e_registry.errors import NothingSelectedError, StorageError, UsageError
 from e2e_registry.operations.check import quarantine_text
 from e2e_registry.operations.partition import Partition, partition
 from e2e_registry.operations.standards import standard_paths
 from e2e_registry.registration import Registration
+from e2e_registry.storage import read_json_object
 from e2e_registry.tolerance import matches
 
 PLAN_FORMAT = 1
+MAX_PLAN_BYTES = 64 << 20
 #: GitHub runs no matrix of more jobs.
 MAX_JOBS = 256
+
+_MAX_REASONS = 10
 
 #: Test and platform.
 Pair = tuple[str, str]
@@ -91,6 +95,19 @@ class ExpectedVerdict:
         """Return the object that the plan holds."""
         return {"test": self.test, "platform": self.platform, "excuse": self.excuse, "is_run": self.is_run}
 
+    @classmethod
+    def from_json(cls, data: Any) -> ExpectedVerdict:
+        """Read back what :meth:`to_json` returned.
+
+        Raises:
+            TypeError: It is something else.
+        """
+        verdict = cls(**data)
+        texts = isinstance(verdict.test, str) and isinstance(verdict.platform, str)
+        if not (texts and isinstance(verdict.excuse, str | None) and isinstance(verdict.is_run, bool)):
+            raise TypeError("an expected verdict has a field of another type")
+        return verdict
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -147,6 +164,7 @@ def make_plan(
     partitions: int = 1,
     head_revision: str | None = None,
     only: frozenset[tuple[str, str | None]] | None = None,
+    may_be_empty: bool = False,
 ) -> Plan:
     """Plan the machines of CI.
 
@@ -157,9 +175,11 @@ def make_plan(
         partitions: Into how many jobs a platform's tests are split; fewer where there are fewer tests.
         head_revision: A commit whose source tree the runs shall record, since CI checks out a merge commit.
         only: Of the tests, plan these on these platforms alone; on all of them where the platform is None.
+        may_be_empty: Whether a plan without a job is one.
 
     Raises:
         UsageError: No or an unknown platform, an unknown revision, or more jobs than GitHub takes.
+        NothingSelectedError: There is nothing for a job to run.
     """
     jobs: list[PlannedJob] = []
     expected: list[ExpectedVerdict] = []
@@ -180,10 +200,15 @@ def make_plan(
             where="--partitions",
             hint="take fewer partitions, or one platform a run",
         )
+    anywhere = [test for test in registrations if only is None or (test.test_id, None) in only]
+    warnings = [*_unplanned(anywhere, expected, chosen), *_undeclared(only or (), settings)]
+    if not jobs and not may_be_empty:
+        excuses = [f"{verdict.test} on {verdict.platform}: {verdict.excuse}" for verdict in expected]
+        raise NothingSelectedError("no job is planned", hint="\n  ".join([*warnings, *excuses][:_MAX_REASONS]) or None)
     return Plan(
         jobs=jobs,
         expected=expected,
-        warnings=_unplanned(registrations, expected, chosen) if only is None else (),
+        warnings=warnings,
         head_source_tree=None if head_revision is None else _head_source_tree(head_revision, settings),
     )
 
@@ -212,8 +237,9 @@ def _established_platforms(settings: Settings) -> frozenset[str]:
 def _expected(test: Registration, platform: str, settings: Settings, *, is_established: bool) -> ExpectedVerdict:
     """Say whether a verdict is required.
 
-    A platform that nothing was recorded for yet is being added: until its first standards land, only tests that
-    name it need a verdict there. A test with no standard anywhere is new, and has to get one.
+    A platform that nothing was recorded for yet is being added: until its first standards land, a test that does not
+    name it needs no verdict there, as long as one is required where it has a standard. Else a platform under another
+    name, with a version or a tag in it, would leave the test without any.
     """
     if test.disabled:
         return ExpectedVerdict(test.test_id, platform, f"disabled: {test.disabled}", is_run=False)
@@ -223,9 +249,19 @@ def _expected(test: Registration, platform: str, settings: Settings, *, is_estab
     if not test.requires_verdict(platform):
         return ExpectedVerdict(test.test_id, platform, "platforms= does not name it")
     is_named = any(pattern != "*" and matches(platform, pattern) for pattern in test.platforms)
-    if not is_established and not is_named and standard_paths(test, settings):
+    if not is_established and not is_named and _is_judged_elsewhere(test, settings):
         return ExpectedVerdict(test.test_id, platform, "a new platform: no standard has landed for it")
     return ExpectedVerdict(test.test_id, platform)
+
+
+def _is_judged_elsewhere(test: Registration, settings: Settings) -> bool:
+    """Whether a test has a standard for a declared platform that it runs on, and needs a verdict there."""
+    return any(
+        slug in settings.platforms
+        and may_be_platform_of(slug, profile=test.profile, num_gpus=test.num_gpus)
+        and test.requires_verdict(slug)
+        for slug in standard_paths(test, settings)
+    )
 
 
 def _jobs(platform: str, runs_on: tuple[str, ...], tests: Sequence[Registration], partitions: int) -> list[PlannedJob]:
@@ -255,6 +291,14 @@ def _unplanned(
     ]
 
 
+def _undeclared(only: Collection[tuple[str, str | None]], settings: Settings) -> list[str]:
+    return [
+        f"{test} asks for a standard on {platform}, and no runner is declared for it"
+        for test, platform in sorted((test, platform) for test, platform in only if platform is not None)
+        if platform not in settings.platforms
+    ]
+
+
 def _head_source_tree(revision: str, settings: Settings) -> str:
     tree = source_tree_of_revision(settings.root, revision, [settings.standards_dir, settings.run_dir])
     if tree is None:
@@ -272,16 +316,15 @@ def read_plan(path: Path) -> Plan:
     Raises:
         StorageError: It cannot be read, or is no plan.
     """
+    hint = "take the file that `plan` printed"
+    data = read_json_object(path, max_bytes=MAX_PLAN_BYTES, hint=hint)
+    if data.get("format") != PLAN_FORMAT:
+        raise StorageError(f"is a plan of format {data.get('format')!r:.80}, not {PLAN_FORMAT}", where=path, hint=hint)
+    entries, warnings = data.get("expected"), data.get("warnings")
     try:
-        data = json.loads(path.read_bytes())
-        if data["format"] != PLAN_FORMAT:
-            raise StorageError(f"is a plan of format {data['format']}, not {PLAN_FORMAT}", where=path)
-        expected = [ExpectedVerdict(**entry) for entry in data["expected"]]
-        warnings = [str(warning) for warning in data["warnings"]]
-    except OSError as error:
-        raise StorageError(f"cannot be read: {error.strerror}", where=path) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(
-            f"is no plan: {type(error).__name__}: {error}", where=path, hint="take the file that `plan` printed"
-        ) from error
+        if not (isinstance(entries, list) and isinstance(warnings, list) and all(isinstance(w, str) for w in warnings)):
+            raise TypeError("it lacks the expected verdicts or the warnings")
+        expected = [ExpectedVerdict.from_json(entry) for entry in entries]
+    except TypeError as error:
+        raise StorageError(f"is no plan: {error!s:.200}", where=path, hint=hint) from error
     return Plan(jobs=(), expected=expected, warnings=warnings)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from e2e_registry.config import SLUG_RULE, Settings, is_slug, load_settings
 from e2e_registry.errors import StorageError, UsageError
-from e2e_registry.storage import replacing
+from e2e_registry.storage import parse_json, replacing
 
 EXAMPLE_SUITE = "short"
 DEFAULT_PLATFORM = "cpu-x86_64-portable"
@@ -87,7 +87,7 @@ def known_action() -> str | None:
     """
     try:
         noted = importlib.metadata.distribution("e2e-registry").read_text("direct_url.json")
-        origin = json.loads(noted or "{}")
+        origin = parse_json(noted or "{}")
         commit = origin["vcs_info"]["commit_id"]
         match = re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?", origin["url"])
     except (importlib.metadata.PackageNotFoundError, ValueError, KeyError, TypeError):

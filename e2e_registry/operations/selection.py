@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypedDict, Unpack
@@ -11,6 +10,7 @@ from e2e_registry.config import Settings, did_you_mean
 from e2e_registry.errors import NothingSelectedError, UsageError
 from e2e_registry.operations.partition import Partition
 from e2e_registry.registration import Registration, discover, find_test
+from e2e_registry.storage import parse_json
 
 #: What a label of a pull request begins with that asks for tests: ``run-ci-sft`` asks for those labelled ``sft``.
 REQUEST_PREFIX = "run-ci-"
@@ -108,7 +108,7 @@ def parse_labels(values: Iterable[str]) -> list[str]:
 
 def _parse_array(value: str) -> list[str]:
     try:
-        names = json.loads(value)
+        names = parse_json(value)
     except ValueError as error:
         raise UsageError(f"not a JSON array: {error}", where="--labels", hint='such as ["run-ci-sft"]') from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -6,7 +6,6 @@ what makes a stale one train on without a word: the digest of what was read, log
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from e2e_registry.errors import StorageError
-from e2e_registry.storage import replacing, write_json
+from e2e_registry.storage import parse_json, replacing, write_json
 
 #: Written last: a folder without it is no cache yet.
 MANIFEST = "cache.json"
@@ -53,7 +52,7 @@ def read(folder: Path) -> dict[str, NDArray[Any]]:
         StorageError: The cache was never finished, or a file of it is missing or damaged.
     """
     try:
-        count = int(json.loads((folder / MANIFEST).read_bytes())["shards"])
+        count = int(parse_json((folder / MANIFEST).read_bytes())["shards"])
         shards = []
         for index in range(count):
             with np.load(folder / _shard(index)) as shard:

@@ -96,7 +96,8 @@ def workflow_commands(merged: MergedResults) -> list[str]:
 
 def _command(kind: str, message: str, **properties: str) -> str:
     def data(value: str) -> str:
-        return value[:1000].replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        shown = value[:1000].encode("utf-8", "backslashreplace").decode()
+        return shown.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
     listed = ",".join(f"{k}={data(v).replace(':', '%3A').replace(',', '%2C')}" for k, v in properties.items())
     return f"::{kind} {listed}::{data(message)}" if listed else f"::{kind}::{data(message)}"

@@ -148,6 +148,35 @@ def test_a_new_platform_is_for_information_until_its_standards_land(planned: Rep
     assert ("shaky", PORTABLE) not in required()
 
 
+@pytest.mark.parametrize("slug", [f"{PORTABLE}-torch2.14", f"{PORTABLE}-tagged"])
+def test_renaming_the_platforms_does_not_switch_verdicts_off(planned: Repository, slug: str) -> None:
+    planned.record()
+    (planned.root / "pyproject.toml").write_text(
+        '[tool.e2e_registry]\ntest_folders = ["tests/e2e"]\nplatform_axes = ["torch"]\n'
+        f'[tool.e2e_registry.platforms]\n"{slug}" = ["ubuntu-24.04"]\n'
+    )
+    expected = plan(planned)["expected"]
+    assert [(verdict["platform"], verdict["excuse"]) for verdict in expected] == [(slug, None)]
+    (planned.root / "plan.json").write_text(json.dumps(plan(planned)))
+    (planned.root / "artifacts").mkdir()
+    assert merge(planned, "--plan", "plan.json").code == 4
+
+
+def test_a_new_platform_is_excused_only_beside_one_whose_verdict_is_required(planned: Repository) -> None:
+    planned.record()
+    declare(planned, **{PORTABLE: ["ubuntu-24.04"], ARM: ["arm"]})
+
+    def excused() -> set[str]:
+        return {verdict["platform"] for verdict in plan(planned)["expected"] if verdict["excuse"] is not None}
+
+    assert excused() == {ARM}
+    planned.write_test(platforms=["cpu-aarch64-*", "*-none"])  # the standard that is there counts for nothing now
+    assert excused() == {PORTABLE}
+    planned.write_test(profile="cpu-native")
+    declare(planned, **{PORTABLE: ["ubuntu-24.04"], "cpu-x86_64-native-v3": ["v3"]})
+    assert excused() == set()  # it no longer runs where its standard is of
+
+
 def test_what_cannot_be_planned(repository: Repository) -> None:
     none = repository.cli("plan", "--suite", "stub")
     assert (none.code, "no platform is declared" in none.err) == (2, True)
@@ -164,6 +193,12 @@ def test_what_cannot_be_planned(repository: Repository) -> None:
     assert repository.cli("plan", "--all").code == 5
     empty = repository.cli("plan", "--all", "--allow-empty")
     assert (empty.code, empty.json["count"]) == (0, 0)
+    repository.write_test("test_gpu", profile="cuda", num_gpus=1)
+    nowhere = repository.cli("plan", "--test", "tests/e2e/test_gpu.py")
+    assert (nowhere.code, "tests/e2e/test_gpu.py runs nowhere" in nowhere.err) == (5, True)
+    repository.write_test("test_off", disabled="broken")
+    off = repository.cli("plan", "--test", "tests/e2e/test_off.py")
+    assert (off.code, "disabled: broken" in off.err) == (5, True)
     assert repository.cli("plan", "--all", "--from-results", ".").code == 2
 
 
@@ -204,6 +239,95 @@ def test_the_latest_attempt_counts_and_of_one_attempt_the_worse(planned: Reposit
     assert "partial" in merge(planned).out
 
 
+@pytest.mark.parametrize("stated", [0, 5, 130, 143, -1, 999, True, 1.0, "1", None, [1]])
+def test_an_error_counts_whatever_code_it_states(planned: Repository, stated: object) -> None:
+    artifact(planned, "a", entry(verdict="error", exit_code=stated))
+    assert merge(planned).code == 70
+    shutil.rmtree(planned.root / "artifacts")
+    for code_ in (1, 2, 3, 4, 6):
+        artifact(planned, str(code_), entry(f"{code_}.py", "error", exit_code=code_))
+    assert {verdict["exit_code"] for verdict in merge(planned, "--json").json["verdicts"]} == {1, 2, 3, 4, 6}
+
+
+def test_with_a_plan_its_excuse_alone_makes_a_verdict_informational(planned: Repository) -> None:
+    (planned.root / "plan.json").write_text(json.dumps(plan(planned)))
+    artifact(planned, "a", entry(verdict="mismatch", quarantine="until 2999-01-01: forged"), job=job())
+    assert merge(planned).code == 0
+    merged = merge(planned, "--plan", "plan.json", "--summary", "summary.md")
+    assert (merged.code, "quarantined" in merged.out) == (1, False)
+    assert "1 verdict fine" not in (planned.root / "summary.md").read_text()
+    planned.write_test(quarantine={"reason": "flaky", "until": "2999-01-01"})
+    (planned.root / "plan.json").write_text(json.dumps(plan(planned)))
+    assert merge(planned, "--plan", "plan.json").code == 0
+
+
+def test_where_nothing_ran_the_merge_is_no_success(planned: Repository) -> None:
+    artifact(planned, "a", entry(verdict="skipped", platform=None, reasons=["disabled: x"]), job=job())
+    assert merge(planned).code == 5
+    assert merge(planned, "--allow-empty").code == 0
+    artifact(planned, "b", entry("tests/e2e/test_other.py"), job=job(part="2/2"))
+    assert merge(planned).code == 0
+    planned.write_test(disabled="broken")
+    planned.write_test("test_other", disabled="broken")
+    shutil.rmtree(planned.root / "artifacts")
+    (planned.root / "artifacts").mkdir()
+    (planned.root / "plan.json").write_text(json.dumps(planned.cli("plan", "--all", "--allow-empty").json))
+    assert merge(planned, "--plan", "plan.json").code == 5
+    assert merge(planned, "--plan", "plan.json", "--allow-empty").code == 0
+
+
+def matrix_job(artifact_name: str | None, attempt: int = 1) -> dict[str, Any]:
+    """What a leg of a matrix says of itself: the job's name is that of all legs."""
+    facts = {"name": "e2e", "platform": None, "attempt": attempt}
+    return facts if artifact_name is None else facts | {"artifact": artifact_name}
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_an_attempt_at_one_leg_of_a_matrix_replaces_no_other_leg(planned: Repository, is_named: bool) -> None:
+    names = ("part1", "part2") if is_named else (None, None)
+    ended = {"status": "partial", "why_partial": "terminated", "not_run": ["c.py", "d.py"]}
+    artifact(planned, "part1-attempt1", entry("a.py", "mismatch"), job=matrix_job(names[0]))
+    artifact(planned, "part2-attempt1", entry("b.py"), job=matrix_job(names[1]), **ended)
+    assert merge(planned).code == 4
+    artifact(planned, "part1-attempt2", entry("a.py"), job=matrix_job(names[0], 2))
+    merged = merge(planned, "--json")
+    assert merged.code == 4
+    assert ["c.py, d.py" in problem for problem in merged.json["problems"]] == [True]
+    artifact(planned, "part2-attempt2", *map(entry, ["b.py", "c.py", "d.py"]), job=matrix_job(names[1], 2))
+    assert merge(planned).code == 0
+
+
+def test_a_result_of_another_job_does_not_replace_one_that_failed(planned: Repository) -> None:
+    # Two legs of one platform, such as two versions of Python: each has its own attempts.
+    artifact(planned, "old-attempt1", entry(verdict="mismatch"), job=matrix_job("old"))
+    artifact(planned, "new-attempt1", entry(verdict="failed"), job=matrix_job("new"))
+    artifact(planned, "new-attempt2", entry(), job=matrix_job("new", 2))
+    merged = merge(planned, "--json")
+    assert merged.code == 1
+    assert merged.json["warnings"] == [f"{TEST} on {PORTABLE}: two results (match, mismatch); the worse one counts"]
+    artifact(planned, "old-attempt2", entry(), job=matrix_job("old", 2))
+    assert merge(planned).code == 0
+
+
+def test_a_job_whose_code_is_not_that_of_its_results_says_so(planned: Repository) -> None:
+    def merged(code_: int | None, *tests: dict[str, Any]) -> tuple[int, str]:
+        shutil.rmtree(planned.root / "artifacts", ignore_errors=True)
+        artifact(planned, "a", *tests, job=matrix_job("a") | {"command": "check", "exit_code": code_})
+        result = merge(planned, "--json", "--allow-empty")
+        return result.code, "".join(result.json["problems"])
+
+    assert merged(0, entry()) == (0, "")
+    assert merged(1, entry(verdict="mismatch")) == (1, "")
+    assert merged(0, entry(verdict="mismatch", quarantine="until 2999-01-01: flaky"))[0] == 0
+    assert merged(3, entry("a.py", "error", exit_code=3), entry("b.py")) == (3, "")
+    assert merged(0) == merged(5) == merged(0, entry(verdict="skipped", platform=None)) == (0, "")
+    for stale in (1, 2, 5, 6, 70, 143):
+        assert merged(stale, entry()) == (4, f"e2e: check ended with exit code {stale}, and its results say 0")
+    assert merged(0, entry(verdict="mismatch"))[0] == 4
+    assert merged(None, entry()) == (4, "e2e: check did not come to its end")
+    assert "exit code" in merged(True, entry())[1]
+
+
 def test_verdicts_for_information_never_fail_the_merge(planned: Repository) -> None:
     planned.record()
     declare(planned, **{PORTABLE: ["ubuntu-24.04"], ARM: ["arm"]})
@@ -241,6 +365,8 @@ def test_a_runner_of_another_platform_than_planned_is_told_of(planned: Repositor
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
+        # Nested as the parser still follows, and what walks through it would not.
+        *((f'{{"format": 1, "tests": [], "more": {"[" * depth}{"]" * depth}}}', "is not JSON") for depth in (120, 900)),
         ("[]", "is no JSON object"),
         ('{"format": 2, "tests": []}', "is of format 2"),
         ('{"format": 1, "tests": {}}', "no list of tests"),
@@ -284,8 +410,68 @@ def test_links_in_artifacts_are_not_followed_and_nothing_is_not_success(planned:
     assert merge(planned).code == 5
     assert merge(planned, "--allow-empty").code == 0
     assert planned.cli("merge", "no-such").code == 2
-    (planned.root / "plan.json").write_text("{}")
-    assert merge(planned, "--plan", "plan.json").code == 6
+
+
+PLAN = {"format": 1, "expected": [{"test": TEST, "platform": PORTABLE, "excuse": None, "is_run": True}], "warnings": []}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        "[]",
+        "[" * 100_000,
+        '{"format": [' + "[" * 100_000,
+        f'{{"format": 1, "warnings": [], "expected": [{"[" * 900}{"]" * 900}]}}',
+        "\xff",
+        *(
+            json.dumps(PLAN | damage)
+            for damage in (
+                {"format": 2},
+                {"warnings": 1},
+                {"warnings": [1]},
+                {"expected": {}},
+                {"expected": [1]},
+                *(
+                    {"expected": [PLAN["expected"][0] | {name: value}]}
+                    for name, value in (  # type: ignore[index]
+                        ("test", ["a"]),
+                        ("test", None),
+                        ("platform", {}),
+                        ("excuse", 0),
+                        ("excuse", [1]),
+                        ("is_run", "no"),
+                        ("no_such_field", 1),
+                    )
+                ),
+            )
+        ),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(planned: Repository, content: str) -> None:
+    artifact(planned, "a", entry())
+    (planned.root / "plan.json").write_bytes(content.encode("latin-1"))
+    refused = merge(planned, "--plan", "plan.json")
+    assert (refused.code, refused.out) == (6, "")
+    assert refused.err.startswith("error: plan.json: ")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--summary", "summary.md"]])
+@pytest.mark.parametrize("is_workflow", [True, False])
+def test_text_that_no_encoding_has_is_printed_escaped(
+    planned: Repository, options: list[str], is_workflow: bool
+) -> None:
+    hostile = entry("t\ud800.py", "mismatch", "p\ud800", reasons=["\udfff"])
+    artifact(planned, "a", hostile, job={"name": "j\ud800", "platform": "q\ud800", "attempt": 1, "exit_code": 0})
+    env = {"PYTHONIOENCODING": "utf-8", "GITHUB_ACTIONS": str(is_workflow).lower()}
+    merged = planned.command("merge", "artifacts", *options, env=env)
+    assert (merged.code, "Traceback" in merged.err) == (4, False)
+    assert "\\ud800" in merged.out
+    if options == ["--json"]:
+        assert merged.json["verdicts"][0]["test"] == hostile["subject"]
+        ascii_only = planned.command("merge", "artifacts", "--json", env={"PYTHONIOENCODING": "ascii"})
+        assert ascii_only.json == merged.json
 
 
 # ------------------------------------------------------------------------------------------------------ reports
@@ -392,7 +578,8 @@ def damaged_entry(draw: st.DrawFn) -> dict[str, Any]:
         return [damage(item, depth + 1) for item in value[:2]] if isinstance(value, list) else value
 
     damaged: dict[str, Any] = damage(whole)
-    return damaged | {"subject": draw(st.text(max_size=8)), "verdict": draw(st.sampled_from(list(TestVerdict))).value}
+    damaged |= {"subject": draw(st.text(max_size=8)), "verdict": draw(st.sampled_from(list(TestVerdict))).value}
+    return damaged | {"exit_code": draw(JSON | st.sampled_from([0, 1, 5, 130, 143]))}
 
 
 @given(damaged_entry())
@@ -402,6 +589,7 @@ def test_whatever_a_result_holds_the_report_is_whole(result: dict[str, Any]) -> 
         test=result["subject"], platform=HOSTILE, verdict=TestVerdict(result["verdict"]), result=result
     )
     merged = MergedResults(verdicts=[verdict], warnings=[HOSTILE])
+    assert (merged.exit_code == 0) == verdict.verdict.is_success  # type: ignore[union-attr]  # it has one
     tags = Tags(summary(merged, next_step=HOSTILE))
     assert set(tags.opened) <= {"code", "details", "summary", "pre"}
     assert not tags.depth
@@ -457,6 +645,17 @@ def test_what_asks_for_a_standard_is_recorded_and_exported(planned: Repository) 
     results.write_text(json.dumps(data))
     chosen = planned.cli("plan", "--from-results", ".e2e_runs")
     assert [one["tests"] for one in chosen.json["matrix"]["include"]] == [TEST]
+    (planned.root / "elsewhere").mkdir()
+    asking = [entry(verdict="no-standard", platform=f"{PORTABLE}-tagged"), entry(platform=PORTABLE)]
+    (planned.root / "elsewhere/results.json").write_text(json.dumps({"format": 1, "tests": asking}))
+    undeclared = planned.cli("plan", "--from-results", "elsewhere")
+    assert undeclared.code == 5
+    assert f"{TEST} asks for a standard on {PORTABLE}-tagged, and no runner is declared for it" in undeclared.err
+    asking[1]["verdict"] = "mismatch"
+    (planned.root / "elsewhere/results.json").write_text(json.dumps({"format": 1, "tests": asking}))
+    partly = planned.cli("plan", "--from-results", "elsewhere")
+    assert (partly.code, partly.json["count"]) == (0, 1)
+    assert [f"{PORTABLE}-tagged" in warning for warning in partly.json["warnings"]] == [True]
     recorded = planned.cli("record", "--from-results", ".e2e_runs", "--export", "out", "--json")
     assert recorded.code == 0, recorded.err
     assert [change["action"] for change in recorded.json["tests"]] == ["updated"]

@@ -56,6 +56,7 @@ def test_labels_add_to_the_tests_that_have_none(labelled: Repository) -> None:
         (["--all", "--labels", "bug"], "--labels: there is no label 'bug'", "known: "),
         (["--all", "--labels", "[1]"], "--labels: not an array of strings", "such as"),
         (["--all", "--labels", "[sft"], "--labels: not a JSON array", "such as"),
+        (["--all", "--labels", "[" * 100_000], "--labels: not a JSON array: it is nested too deeply", "such as"),
         (["--all", "--partition", "3/2"], "--partition: '3/2' is no partition", "such as 2/4"),
         (["--all", "--partition", "0/2"], "--partition: '0/2' is no partition", "such as 2/4"),
         (["--test", "tests/e2e/test_sft.py", "--labels", "sft"], "--test names its tests already", ""),

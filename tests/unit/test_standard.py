@@ -208,6 +208,7 @@ def test_every_kind_of_bad_file_is_a_typed_error_that_names_it(tmp_path: Path) -
         foreign: "columns are x",
         no_metadata: "no e2e_registry metadata",
         edited("json.parquet", "{"): "not JSON",
+        edited("deep.parquet", "[" * 100_000): "nested too deeply",
         edited("list.parquet", "[]"): "not an object",
         edited("future.parquet", {**stored, "format": 2}): "format 2",
         edited("fields.parquet", {**stored, "policies": None}): "'policies'",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -82,6 +84,30 @@ def test_own_checks_find(tmp_path: Path, file: str, old: str, new: str, says: st
 def test_this_repository_passes(tmp_path: Path) -> None:
     found = own_checks(ROOT)
     assert (found.returncode, found.stdout) == (0, "")
+
+
+def step(file: str, job: str, name: str) -> str:
+    steps = yaml.safe_load((ROOT / file).read_text())["jobs"][job]["steps"]
+    (found,) = [each["run"] for each in steps if each.get("name") == name]
+    return str(found)
+
+
+def test_of_the_attempts_at_recording_the_last_counts_for_each_platform(tmp_path: Path) -> None:
+    for folder, names in {
+        "x86-1of1-attempt9": ["a", "refused later"],
+        "x86-1of1-attempt10": ["a"],
+        "arm": ["b"],
+    }.items():
+        for name in names:
+            path = tmp_path / "attempts" / f"e2e-standards-{folder}" / "tests" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(folder)
+    script = step(RECORD, "standards", "Take the last attempt at each")
+    env = {**os.environ, "ATTEMPTS": str(tmp_path / "attempts"), "STANDARDS": str(tmp_path / "standards")}
+    subprocess.run(["bash", "-e", "-c", script], env=env, check=True)
+    found = {path.name: path.read_text() for path in (tmp_path / "standards").rglob("*") if path.is_file()}
+    assert found == {"a": "x86-1of1-attempt10", "b": "arm"}
+    subprocess.run(["bash", "-e", "-c", script], env=env | {"ATTEMPTS": str(tmp_path / "none")}, check=True)
 
 
 @pytest.mark.parametrize(
