@@ -26,6 +26,7 @@ from e2e_registry.operations.standards import (
     write_candidate,
 )
 from e2e_registry.registration import Registration
+from e2e_registry.reports.values import listed
 from e2e_registry.standard import Standard
 
 
@@ -249,7 +250,7 @@ def _warnings(run: ObservedRun) -> list[str]:
         shown = "; ".join(f"{child['pid']} {child['command']}" for child in left[:3])
         warnings.append(f"the recipe left {len(left)} process(es) behind, which were ended: {shown}")
     if run.unknown_writers:
-        warnings.append(f"determinism state unknown: {', '.join(run.unknown_writers)}")
+        warnings.append(f"determinism state unknown: {listed(run.unknown_writers)}")
     return warnings
 
 

@@ -36,6 +36,7 @@ from e2e_registry.operations.standards import (
     standard_paths,
 )
 from e2e_registry.registration import Registration
+from e2e_registry.reports.values import MAX_SHOWN, listed
 from e2e_registry.series import SeriesBatch, SeriesKey
 from e2e_registry.standard import Standard, StandardMetadata, content_digest, write_standard
 
@@ -146,15 +147,15 @@ def require_recordable(registration: Registration, run: ObservedRun, *, allow_un
         )
     if run.unknown_writers and not allow_unknown_state:
         raise RefusedError(
-            f"the determinism state of {', '.join(run.unknown_writers)} is unknown: no state file was left",
+            f"the determinism state of {listed(run.unknown_writers)} is unknown: no state file was left",
             hint="log through e2e_registry.MetricRecorder, or pass --allow-unknown-state",
         )
     never = registration.policies().never_emitted(frozenset(run.recording.metrics if run.recording else ()))
     if never:
         raise MismatchError(
-            f"registered, but no metric of the run answers to it: {', '.join(never)}",
+            f"registered, but no metric of the run answers to it: {listed(never)}",
             where=registration.test_id,
-            hint=f"the run emitted: {', '.join(run.recording.metrics if run.recording else ())}",
+            hint=f"the run emitted: {listed(run.recording.metrics if run.recording else ())}",
         )
     breaks = check_invariants(run.batches(), registration.invariant)
     if breaks:
@@ -175,7 +176,7 @@ def require_complete(run: ObservedRun) -> None:
         raise InvalidRunError(run.invalid.message, where=run.invalid.where, hint=run.invalid.hint)
     if run.recording is None or not run.recording.is_complete:
         reasons = () if run.recording is None else run.recording.incomplete_reasons
-        raise RecordingError(f"the run is incomplete: {'; '.join(reasons)}", where=run.path)
+        raise RecordingError(f"the run is incomplete: {listed(reasons, separator='; ')}", where=run.path)
     if not run.recording.has_series:
         raise RecipeError(
             "the recipe exited with code 0 and logged nothing",
@@ -191,7 +192,7 @@ def breaks_error(breaks: Sequence[InvariantBreak], *, where: str, hint: str) -> 
         what = "is not finite" if broken.what == "finite" else f"breaks {broken.invariant}"
         place = f"at {broken.count} point{'' if broken.count == 1 else 's'}, first at step {broken.step}"
         texts.append(f"{broken.key} {what} {place}: {broken.point.value!r}")
-    return MismatchError("; ".join(texts), where=where, hint=hint)
+    return MismatchError(listed(texts, MAX_SHOWN, separator="; "), where=where, hint=hint)
 
 
 def _breaks_hint(breaks: Sequence[InvariantBreak]) -> str:

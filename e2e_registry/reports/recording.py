@@ -42,8 +42,8 @@ def print_change(change: StandardChange, console: Console, *, all_metrics: bool 
 def print_difference(change: StandardChange, console: Console, *, all_metrics: bool = False) -> None:
     """Print how a run differs from the old standard, and how many runs stand behind it."""
     if change.change is not None and change.change.verdict is not Verdict.MATCH:
-        print_line(console, "the new run against the old standard:")
-        print_comparison(change.change, console, all_metrics=all_metrics)
+        print_line(console, "the new run against the old standard, largest change first:")
+        print_comparison(change.change, console, all_metrics=all_metrics, is_change=True)
         print_environment(change.environment, console)
     elif change.action is Action.VALUES_UNCHANGED:
         print_line(console, f"values unchanged; what else changed: {'; '.join(change.metadata_changes)}")
