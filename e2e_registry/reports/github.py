@@ -47,6 +47,12 @@ def summary(merged: MergedResults, *, next_step: str | None = None) -> str:
     lines += [f"- {text(warning, 600)}" for warning in merged.warnings[:MAX_DETAILS]]
     hidden = max(len(merged.problems) - MAX_DETAILS, 0) + max(len(merged.warnings) - MAX_DETAILS, 0)
     lines += [f"- … and {hidden} more"] if hidden else []
+    warned = [
+        f"- {code(verdict.test)} {code(verdict.platform or '-')}: {text(warning, 600)}"
+        for verdict in merged.verdicts
+        for warning in listing(verdict.result.get("warnings"))
+    ]
+    lines += capped_lines(warned, "warning")
     fine = [verdict for verdict in merged.verdicts if _is_fine(verdict)]
     others = [verdict for verdict in merged.verdicts if not _is_fine(verdict)]
     if others:
@@ -79,8 +85,8 @@ def change_summary(changes: Sequence[Mapping[str, Any]], failures: Mapping[str, 
         agreed = change.get("runs_agreed")
         runs = f"{agreed} runs agree" if isinstance(agreed, int) else text(agreed)
         lines += ["", f"{code(change.get('path'))}, {change.get('points')} points, {runs}"]
-        if change.get("metadata_changes"):
-            lines += ["", f"Beside the values: {text('; '.join(map(str, change['metadata_changes'])), 600)}"]
+        beside = [f"- {text(entry, 600)}" for entry in listing(change.get("metadata_changes"))]
+        lines += ["", "Beside the values:", "", *capped_lines(beside, "such change")] if beside else []
         if change.get("disagreement"):
             lines += _comparison(mapping(change["disagreement"]))
         else:
