@@ -259,7 +259,7 @@ def _platforms(registration: Registration, settings: Settings) -> str:
 
 
 def _warnings(run: ObservedRun) -> list[str]:
-    warnings = []
+    warnings = [*run.warnings]
     if run.attempts > 1:
         warnings.append(f"Ray lost the node or the worker of an earlier attempt; this is attempt {run.attempts}")
     if run.left_out:

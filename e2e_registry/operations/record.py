@@ -112,6 +112,7 @@ def record_test(
             path=display_path(settings.standard_path(registration.stem, written.platform), settings),
             disagreement=disagreement,
             run_path=display_path(written.path, settings),
+            warnings=written.warnings,
         )
     agreed = len(runs) if len(runs) > 1 else None
     prepared = prepare_standard(
@@ -325,6 +326,7 @@ def prepare_standard(
         reused_run=None if reused is None else display_path(reused.path, settings),
         run_path=display_path(run.path, settings),
         num_points=sum(len(batch) for batch in batches),
+        warnings=run.warnings,
     )
     return PreparedStandard(path=path, batches=batches, metadata=metadata, change=outcome)
 

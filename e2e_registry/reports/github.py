@@ -85,6 +85,8 @@ def change_summary(changes: Sequence[Mapping[str, Any]], failures: Mapping[str, 
         agreed = change.get("runs_agreed")
         runs = f"{agreed} runs agree" if isinstance(agreed, int) else text(agreed)
         lines += ["", f"{code(change.get('path'))}, {change.get('points')} points, {runs}"]
+        warned = [f"- warning: {text(warning, 600)}" for warning in listing(change.get("warnings"))]
+        lines += ["", *capped_lines(warned, "warning")] if warned else []
         beside = [f"- {text(entry, 600)}" for entry in listing(change.get("metadata_changes"))]
         lines += ["", "Beside the values:", "", *capped_lines(beside, "such change")] if beside else []
         if change.get("disagreement"):

@@ -15,6 +15,7 @@ from e2e_registry.reports.console import (
     print_line,
     print_lines,
     print_table,
+    print_warnings,
     rendered,
 )
 from e2e_registry.reports.inventory import extents_table
@@ -38,6 +39,7 @@ def print_change(change: StandardChange, console: Console, *, all_metrics: bool 
     if change.disagreement is not None:
         print_line(console, "two runs of the same recipe do not agree, so there is nothing to record:", "red")
         print_comparison(change.disagreement, console, all_metrics=all_metrics)
+        print_warnings(change.warnings, console)
         print_line(console, "next: make the recipe repeat; a tolerance is right only where it cannot")
         return
     print_difference(change, console, all_metrics=all_metrics)
@@ -64,6 +66,7 @@ def print_difference(change: StandardChange, console: Console, *, all_metrics: b
         names = listed([str(key) for key in change.kept_old])
         print_line(console, f"within their tolerance, so their old rows stay (--refresh renews them): {names}")
     print_line(console, _agreement(change))
+    print_warnings(change.warnings, console)
 
 
 def print_outcome(change: StandardChange, console: Console) -> None:
@@ -85,7 +88,14 @@ def _agreement(change: StandardChange) -> str:
 
 
 def print_run(
-    label: str, outcome: str, platform: str, series: Sequence[SeriesExtent], problems: Sequence[str], console: Console
+    label: str,
+    outcome: str,
+    platform: str,
+    series: Sequence[SeriesExtent],
+    problems: Sequence[str],
+    console: Console,
+    *,
+    warnings: Sequence[str] = (),
 ) -> None:
     """Print what one run recorded.
 
@@ -96,11 +106,13 @@ def print_run(
         series: The recorded series.
         problems: What is wrong with the recording.
         console: Where to print.
+        warnings: What may be wrong with it.
     """
     text = Text(f"the recipe {outcome}", "green" if not problems else "red")
     text.append(f"  {platform}", "cyan")
     console.print(text, soft_wrap=True)
     for problem in problems:
         print_line(console, problem, "red")
+    print_warnings(warnings, console)
     print_table(extents_table(series), console)
     console.print(Text(f"kept: {label}"), soft_wrap=True)
