@@ -103,6 +103,13 @@ class Tolerance:
         shown = {name: getattr(self, name) for name in ("atol", "rtol", "ulp", "fails_on", "reduce", "skip_first")}
         return ", ".join(f"{name}={value!r}" for name, value in shown.items() if value)
 
+    def accepts_no_more_than(self, other: Tolerance) -> bool:
+        """Whether every value that this tolerance accepts is one that ``other`` accepts too."""
+        judges_the_same = (self.reduce, self.skip_first) == (other.reduce, other.skip_first)
+        is_as_two_sided = self.fails_on is None or self.fails_on == other.fails_on
+        bounds = ((self.atol, other.atol), (self.rtol, other.rtol), (self.ulp, other.ulp))
+        return judges_the_same and is_as_two_sided and all(mine <= theirs for mine, theirs in bounds)
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, for a standard's metadata."""
         names = ("atol", "rtol", "ulp", "fails_on", "reduce", "skip_first", "reason")
@@ -118,6 +125,9 @@ class PolicyKind(enum.Enum):
     UNREGISTERED = "unregistered"
 
 
+_STRICTNESS = (PolicyKind.STRICT, PolicyKind.TOLERANCE, PolicyKind.OBSERVE, PolicyKind.UNREGISTERED)
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How one metric is judged."""
@@ -129,6 +139,12 @@ class Policy:
     def is_judged(self) -> bool:
         """Whether a difference in this metric can fail a test."""
         return self.kind in (PolicyKind.STRICT, PolicyKind.TOLERANCE)
+
+    def accepts_no_more_than(self, other: Policy) -> bool:
+        """Whether whatever passes under this policy would pass under ``other``."""
+        if self.tolerance is not None and other.tolerance is not None:
+            return self.tolerance.accepts_no_more_than(other.tolerance)
+        return _STRICTNESS.index(self.kind) <= _STRICTNESS.index(other.kind)
 
     def __str__(self) -> str:
         """Render as reports show it: ``strict``, ``atol=1e-07``, ``observe``."""

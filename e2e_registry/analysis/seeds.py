@@ -31,6 +31,7 @@ from e2e_registry.errors import RecordingError, UsageError
 from e2e_registry.operations.compare import Side, open_side
 from e2e_registry.operations.record import require_complete
 from e2e_registry.operations.standards import display_path
+from e2e_registry.reports.values import listed
 from e2e_registry.series import BatchStream, SeriesKey, decode_values, iter_series
 from e2e_registry.tolerance import PolicyKind, matches
 
@@ -297,7 +298,7 @@ def _result(
     metrics, left_out = _metrics(sides, options)
     if not metrics:
         asked = ", ".join(options.metrics) or "a numeric series"
-        reasons = "; ".join(f"{key}: {reason}" for key, reason in left_out.items())
+        reasons = listed([f"{key}: {reason}" for key, reason in left_out.items()], separator="; ")
         raise UsageError(f"no run-to-run number for {asked}{f': {reasons}' if reasons else ''}", where=subject)
     if options.threshold is not None and len(metrics) > 1:
         names = ", ".join(str(metric.key) for metric in metrics[:8])

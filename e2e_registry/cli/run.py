@@ -46,7 +46,10 @@ def run(
     if json:
         shown: dict[str, Any] = {"run": label, "platform": observed.platform, "outcome": observed.outcome}
         shown |= {"environment": observed.environment, "problems": observed.problems}
+        shown |= {"warnings": list(observed.warnings)}
         print_json({**shown, "series": [extent.to_json() for extent in series]})
     else:
-        print_run(label, outcome, observed.platform, series, observed.problems, make_console())
+        print_run(
+            label, outcome, observed.platform, series, observed.problems, make_console(), warnings=observed.warnings
+        )
     raise typer.Exit(ExitCode.RUN_FAILED if observed.problems else ExitCode.OK)

@@ -198,6 +198,7 @@ def _series_to_json(result: SeriesResult) -> dict[str, Any]:
         "extra_steps": _ranges_to_json(result.extra),
         "first": None if result.first is None else _divergence_to_json(result.first),
         "worst": None if result.worst is None else _divergence_to_json(result.worst),
+        "largest_rel": _number(result.magnitude[0]),
         "aggregate": None if result.aggregate is None else _aggregate_to_json(result.aggregate),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -149,6 +150,8 @@ class SeriesResult:
         first: The first failing place, in emission order.
         worst: The failing common point with the largest absolute error; where none fails, the largest accepted
             difference.
+        largest_rel: The largest relative error of a common number, rounded; infinite where a side is not finite, or
+            the standard's value is 0.
         aggregate: Of a ``reduce`` tolerance.
     """
 
@@ -163,12 +166,31 @@ class SeriesResult:
     extra: StepRanges = field(default_factory=StepRanges)
     first: Divergence | None = None
     worst: Divergence | None = None
+    largest_rel: float = 0.0
     aggregate: Aggregate | None = None
 
     @property
     def is_equal(self) -> bool:
         """Whether both sides hold exactly the same points."""
         return self.presence is Presence.BOTH and not (self.num_differing or self.missing or self.extra)
+
+    @property
+    def is_digest(self) -> bool:
+        """Whether a digest is what differs first."""
+        point = None if self.first is None else self.first.want or self.first.got
+        return point is not None and point.dtype.is_digest
+
+    @property
+    def magnitude(self) -> tuple[float, float]:
+        """How large the difference is, to order series by: the largest relative error, then the worst absolute one.
+
+        Series and steps on one side only, another dtype and non-finite values are larger than any number. A digest
+        says that something moved, not how far, so it is no larger than nothing.
+        """
+        if self.presence is not Presence.BOTH or self.missing or self.extra or self.num_dtype:
+            return math.inf, math.inf
+        error = None if self.worst is None else self.worst.abs_error
+        return self.largest_rel, math.inf if error is None else error
 
     @property
     def verdict(self) -> Verdict:
@@ -225,3 +247,8 @@ class Comparison:
 
 def _emission_order(result: SeriesResult) -> tuple[float, tuple[bytes, bytes, int]]:
     return (math.inf if result.first is None else result.first.seq), result.key.sort_key()
+
+
+def largest_first(results: Iterable[SeriesResult]) -> list[SeriesResult]:
+    """Sort series by how large their differences are; equal ones stay in emission order."""
+    return sorted(results, key=lambda result: (*(-size for size in result.magnitude), *_emission_order(result)))

@@ -274,6 +274,7 @@ class _SeriesWalk:
         at = np.flatnonzero(among)
         errors = _approximate_errors(got.batch, want.batch, at)
         index = int(errors.argmax())
+        self._result.largest_rel = max(self._result.largest_rel, _largest_relative(errors, want.batch, at))
         rank = (is_failing, float(errors[index]))
         if rank > self._worst_rank:
             self._worst_rank = rank
@@ -389,6 +390,13 @@ def _approximate_errors(got: SeriesBatch, want: SeriesBatch, at: Int64Array) -> 
     with np.errstate(over="ignore", invalid="ignore"):
         errors: Float64Array = np.abs(decode_values(got.dtype, got.bits[at]) - decode_values(want.dtype, want.bits[at]))
     return np.where(np.isfinite(errors), errors, np.inf)
+
+
+def _largest_relative(errors: Float64Array, want: SeriesBatch, at: Int64Array) -> float:
+    """Return the largest error in units of the standard's value; infinite where that is 0 and the run's is not."""
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        relative = errors / np.abs(decode_values(want.dtype, want.bits[at]))
+    return float(np.where(errors == 0, 0.0, np.where(np.isfinite(errors), relative, np.inf)).max())
 
 
 def _allowance(tolerance: Tolerance | None, want: Point | None) -> float | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from e2e_registry.comparison import Action, Comparison, Presence, StandardChange, TestVerdict
+from e2e_registry.comparison import Action, Comparison, StandardChange, TestVerdict
 from e2e_registry.comparison.assessment import RepeatLabel
 from e2e_registry.config import Settings
 from e2e_registry.environment import source_facts
@@ -44,6 +44,7 @@ from e2e_registry.operations.record import (
 from e2e_registry.operations.rejections import Rejections
 from e2e_registry.operations.running import ObservedRun, load_run
 from e2e_registry.registration import Registration, discover, find_test
+from e2e_registry.reports.values import listed
 from e2e_registry.standard import Standard
 
 #: Verdicts of CI that accepting a run would change. None: the run was recorded, and nobody judged it.
@@ -211,9 +212,9 @@ def _selected(artifact: Artifact, options: AcceptOptions, ids: Set[str]) -> list
     missing = ids - {entry.subject for entry in entries}
     if missing:
         raise UsageError(
-            f"it holds no run of {', '.join(sorted(missing))}",
+            f"it holds no run of {listed(sorted(missing))}",
             where=artifact.label,
-            hint=f"it holds: {', '.join(dict.fromkeys(entry.subject for entry in artifact.entries))}",
+            hint=f"it holds: {listed(list(dict.fromkeys(entry.subject for entry in artifact.entries)))}",
         )
     if not options.is_named:
         entries = [entry for entry in entries if entry.verdict in ACCEPTABLE or entry.verdict in _WITHOUT_A_RUN]
@@ -386,15 +387,9 @@ def magnitude(comparison: Comparison) -> tuple[float, int]:
     size = math.inf if comparison.never_emitted else 0.0
     count = 0
     for result in comparison.series:
-        if not result.policy.is_judged:
-            continue
-        count += result.num_differing + result.missing.count + result.extra.count
-        if result.presence is not Presence.BOTH or result.missing or result.extra or result.num_dtype:
-            size = math.inf
-        for place in (result.first, result.worst):
-            error = None if place is None else place.rel_error
-            if error is not None:
-                size = max(size, math.inf if math.isnan(error) else error)
+        if result.policy.is_judged:
+            count += result.num_differing + result.missing.count + result.extra.count
+            size = max(size, result.magnitude[0])
     return size, count
 
 

@@ -372,7 +372,12 @@ def record_assertion(assertion: Assertion) -> StandardChange:
     accepted = [result.key for result in change.series if result.verdict is Verdict.WITHIN_TOLERANCE]
     batches = list(with_old_rows(recording.batches(), old, accepted))
     action, changes = replace_if_changed(
-        assertion.path, batches, assertion.metadata(policies), old, is_same_software=shared_software_equal
+        assertion.path,
+        batches,
+        assertion.metadata(policies),
+        old,
+        comparison=None if old is None else change,
+        is_same_software=shared_software_equal,
     )
     return StandardChange(
         subject=assertion.subject,

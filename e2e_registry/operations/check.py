@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from e2e_registry.comparison import Assessment, TestVerdict, check_invariants, compare
 from e2e_registry.comparison.assessment import Repeat, RepeatLabel
+from e2e_registry.comparison.policy_change import policy_changes
 from e2e_registry.config import Settings
 from e2e_registry.environment import difference
 from e2e_registry.errors import LostRunError, RegistryError
@@ -26,7 +27,9 @@ from e2e_registry.operations.standards import (
     write_candidate,
 )
 from e2e_registry.registration import Registration
+from e2e_registry.reports.values import listed
 from e2e_registry.standard import Standard
+from e2e_registry.tolerance import PolicyKind
 
 
 def check_test(
@@ -168,8 +171,25 @@ def assess(registration: Registration, run: ObservedRun, settings: Settings) -> 
             comparison=comparison,
             compared_with=display_path(standard.path, settings),
             environment=difference(standard.metadata.environment, run.environment),
+            warnings=[
+                *assessment.warnings,
+                *(_weaker_policies(registration, standard) if near == run.platform else ()),
+            ],
         )
     return _conclude(registration, run, settings, assessment, verdict, reasons)
+
+
+def _weaker_policies(registration: Registration, standard: Standard) -> Iterator[str]:
+    """Say where the checkout would let pass what the standard was recorded to catch."""
+    policies = registration.policies()
+    now = {metric: policies.policy(metric) for metric in standard.metadata.policies}
+    for change in policy_changes(standard.metadata.policies, now):
+        if not change.is_weaker or not change.old.is_judged:
+            continue
+        if change.new.kind is PolicyKind.UNREGISTERED:
+            yield f"{change.metric} is not registered any more; it is judged until the standard is recorded again"
+        else:
+            yield f"judged less strictly than the standard was recorded: {change.text()}"
 
 
 def _verdict_without_comparison(
@@ -239,7 +259,7 @@ def _platforms(registration: Registration, settings: Settings) -> str:
 
 
 def _warnings(run: ObservedRun) -> list[str]:
-    warnings = []
+    warnings = [*run.warnings]
     if run.attempts > 1:
         warnings.append(f"Ray lost the node or the worker of an earlier attempt; this is attempt {run.attempts}")
     if run.left_out:
@@ -249,7 +269,7 @@ def _warnings(run: ObservedRun) -> list[str]:
         shown = "; ".join(f"{child['pid']} {child['command']}" for child in left[:3])
         warnings.append(f"the recipe left {len(left)} process(es) behind, which were ended: {shown}")
     if run.unknown_writers:
-        warnings.append(f"determinism state unknown: {', '.join(run.unknown_writers)}")
+        warnings.append(f"determinism state unknown: {listed(run.unknown_writers)}")
     return warnings
 
 

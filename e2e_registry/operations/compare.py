@@ -26,6 +26,7 @@ class Side:
         environment: Facts by group; empty for a bare file of series.
         standard: The standard, if the side is one.
         incomplete_reasons: Why it does not hold a whole run.
+        warnings: What may be wrong with its series.
     """
 
     label: str
@@ -33,6 +34,7 @@ class Side:
     environment: Mapping[str, Mapping[str, Any]]
     standard: Standard | None = None
     incomplete_reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def open_side(path: Path, settings: Settings) -> Side:
@@ -55,7 +57,7 @@ def open_side(path: Path, settings: Settings) -> Side:
     reasons = run.recording.incomplete_reasons if run.recording is not None else ()
     if run.has_failed:
         reasons = (f"the recipe {(run.outcome or {}).get('explanation', 'failed')}", *reasons)
-    return Side(str(path), run.batches, run.environment, None, reasons)
+    return Side(str(path), run.batches, run.environment, None, reasons, run.warnings)
 
 
 def compare_sides(got: Side, want: Side, *, policies: Policies | None = None) -> Assessment:
@@ -78,6 +80,7 @@ def compare_sides(got: Side, want: Side, *, policies: Policies | None = None) ->
         is_judged=not incomplete,
         compared_with=want.label,
         environment=_environment_difference(want, got),
+        warnings=[f"{side.label}: {warning}" for side in (got, want) for warning in side.warnings],
     )
 
 

@@ -13,6 +13,7 @@ from e2e_registry.errors import NoStandardError, UsageError
 from e2e_registry.operations.running import read_facts
 from e2e_registry.operations.standards import display_path, standard_paths
 from e2e_registry.registration import Registration, find_test
+from e2e_registry.reports.values import listed
 from e2e_registry.series import Point, SeriesKey
 from e2e_registry.standard import Standard
 
@@ -128,7 +129,7 @@ def points_of(standard: Standard, metric: str) -> Iterator[tuple[SeriesKey, int,
         UsageError: The standard has no such metric.
     """
     if metric not in standard.metrics:
-        known = ", ".join(sorted(standard.metrics))
+        known = listed(sorted(standard.metrics))
         raise UsageError(f"{standard.path} has no metric {metric!r}", hint=f"it has {known}")
     for batch in standard.batches():
         if batch.key.metric == metric:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from e2e_registry.comparison import (
     compare,
 )
 from e2e_registry.comparison.change import REPEAT_UNPROVEN, Action, StandardChange
+from e2e_registry.comparison.policy_change import policy_changes
+from e2e_registry.comparison.result import SeriesResult
 from e2e_registry.config import Settings
 from e2e_registry.environment import arguments_equal, difference, software_equal
 from e2e_registry.errors import (
@@ -36,8 +39,10 @@ from e2e_registry.operations.standards import (
     standard_paths,
 )
 from e2e_registry.registration import Registration
+from e2e_registry.reports.values import MAX_SHOWN, listed
 from e2e_registry.series import SeriesBatch, SeriesKey
 from e2e_registry.standard import Standard, StandardMetadata, content_digest, write_standard
+from e2e_registry.tolerance import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +112,7 @@ def record_test(
             path=display_path(settings.standard_path(registration.stem, written.platform), settings),
             disagreement=disagreement,
             run_path=display_path(written.path, settings),
+            warnings=written.warnings,
         )
     agreed = len(runs) if len(runs) > 1 else None
     prepared = prepare_standard(
@@ -146,15 +152,15 @@ def require_recordable(registration: Registration, run: ObservedRun, *, allow_un
         )
     if run.unknown_writers and not allow_unknown_state:
         raise RefusedError(
-            f"the determinism state of {', '.join(run.unknown_writers)} is unknown: no state file was left",
+            f"the determinism state of {listed(run.unknown_writers)} is unknown: no state file was left",
             hint="log through e2e_registry.MetricRecorder, or pass --allow-unknown-state",
         )
     never = registration.policies().never_emitted(frozenset(run.recording.metrics if run.recording else ()))
     if never:
         raise MismatchError(
-            f"registered, but no metric of the run answers to it: {', '.join(never)}",
+            f"registered, but no metric of the run answers to it: {listed(never)}",
             where=registration.test_id,
-            hint=f"the run emitted: {', '.join(run.recording.metrics if run.recording else ())}",
+            hint=f"the run emitted: {listed(run.recording.metrics if run.recording else ())}",
         )
     breaks = check_invariants(run.batches(), registration.invariant)
     if breaks:
@@ -175,7 +181,7 @@ def require_complete(run: ObservedRun) -> None:
         raise InvalidRunError(run.invalid.message, where=run.invalid.where, hint=run.invalid.hint)
     if run.recording is None or not run.recording.is_complete:
         reasons = () if run.recording is None else run.recording.incomplete_reasons
-        raise RecordingError(f"the run is incomplete: {'; '.join(reasons)}", where=run.path)
+        raise RecordingError(f"the run is incomplete: {listed(reasons, separator='; ')}", where=run.path)
     if not run.recording.has_series:
         raise RecipeError(
             "the recipe exited with code 0 and logged nothing",
@@ -191,7 +197,7 @@ def breaks_error(breaks: Sequence[InvariantBreak], *, where: str, hint: str) -> 
         what = "is not finite" if broken.what == "finite" else f"breaks {broken.invariant}"
         place = f"at {broken.count} point{'' if broken.count == 1 else 's'}, first at step {broken.step}"
         texts.append(f"{broken.key} {what} {place}: {broken.point.value!r}")
-    return MismatchError("; ".join(texts), where=where, hint=hint)
+    return MismatchError(listed(texts, MAX_SHOWN, separator="; "), where=where, hint=hint)
 
 
 def _breaks_hint(breaks: Sequence[InvariantBreak]) -> str:
@@ -306,7 +312,7 @@ def prepare_standard(
     if change is not None and not refresh:
         kept_old = [result.key for result in change.series if result.verdict is Verdict.WITHIN_TOLERANCE]
     batches = list(with_old_rows(kept_batches(run, registration.policies()), old, kept_old))
-    action, changes = action_on(batches, metadata, old)
+    action, changes = action_on(batches, metadata, old, comparison=change)
     outcome = StandardChange(
         subject=registration.test_id,
         platform=run.platform,
@@ -320,6 +326,7 @@ def prepare_standard(
         reused_run=None if reused is None else display_path(reused.path, settings),
         run_path=display_path(run.path, settings),
         num_points=sum(len(batch) for batch in batches),
+        warnings=run.warnings,
     )
     return PreparedStandard(path=path, batches=batches, metadata=metadata, change=outcome)
 
@@ -344,19 +351,30 @@ def action_on(
     metadata: StandardMetadata,
     old: Standard | None,
     *,
+    comparison: Comparison | None = None,
     is_same_software: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] = software_equal,
 ) -> tuple[Action, list[str]]:
     """Return what writing a standard would do to the one that is there, and what changes beside the values.
+
+    Args:
+        batches: Its series.
+        metadata: What it says about itself.
+        old: What is there.
+        comparison: The new values against those that are there.
+        is_same_software: Whether two environments have the same software.
 
     Raises:
         StorageError: The old standard cannot be read.
     """
     if old is None:
         return Action.CREATED, []
-    changes = _metadata_changes(old.metadata, metadata)
+    changes = _metadata_changes(old.metadata, metadata, comparison)
     if not is_same_software(old.metadata.environment, metadata.environment):
         changes.append("software")
-    is_same = content_digest(batches, metadata.observed) == content_digest(old.batches(), metadata.observed)
+    # What is judged now or was: a value that moves while its metric leaves the judged ones is a change of values.
+    pinned = frozenset(metadata.policies) | frozenset(old.metadata.policies)
+    unjudged = pinned - _judged(metadata) - _judged(old.metadata)
+    is_same = content_digest(batches, unjudged) == content_digest(old.batches(), unjudged)
     return Action.UPDATED if not is_same else Action.VALUES_UNCHANGED if changes else Action.UNCHANGED, changes
 
 
@@ -366,6 +384,7 @@ def replace_if_changed(
     metadata: StandardMetadata,
     old: Standard | None,
     *,
+    comparison: Comparison | None = None,
     is_same_software: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] = software_equal,
 ) -> tuple[Action, list[str]]:
     """Write a standard unless what is there holds the same; return what was done, and what changed beside the values.
@@ -375,22 +394,32 @@ def replace_if_changed(
         batches: Its series.
         metadata: What it says about itself.
         old: What is there.
+        comparison: The new values against those that are there.
         is_same_software: Whether two environments have the same software.
 
     Raises:
         StorageError: The standard cannot be read or written.
     """
-    action, changes = action_on(batches, metadata, old, is_same_software=is_same_software)
+    action, changes = action_on(batches, metadata, old, comparison=comparison, is_same_software=is_same_software)
     if action is not Action.UNCHANGED:
         write_standard(path, batches, metadata)
     return action, changes
 
 
-def _metadata_changes(old: StandardMetadata, new: StandardMetadata) -> list[str]:
-    """Say what changed beside values and software, of the things that a rewrite is worth; empty if nothing."""
-    changes = []
-    if dict(old.policies) != dict(new.policies):
-        changes.append("policies: " + ", ".join(_policy_changes(old.policies, new.policies)))
+def _judged(metadata: StandardMetadata) -> set[str]:
+    return {*metadata.policies} - metadata.observed
+
+
+def _metadata_changes(old: StandardMetadata, new: StandardMetadata, comparison: Comparison | None) -> list[str]:
+    """Say what changed beside values and software, of the things that a rewrite is worth; empty if nothing.
+
+    What is judged less strictly than before comes first.
+    """
+    policies = {metric: Policy.from_json(policy) for metric, policy in new.policies.items()}
+    results: defaultdict[str, list[SeriesResult]] = defaultdict(list)
+    for result in () if comparison is None else comparison.series:
+        results[result.key.metric].append(result)
+    changes = [change.text(results[change.metric]) for change in policy_changes(old.policies, policies)]
     if not arguments_equal(old.environment, new.environment):
         changes.append("arguments")
     if old.platform != new.platform or old.test != new.test or old.kind != new.kind:
@@ -399,10 +428,6 @@ def _metadata_changes(old: StandardMetadata, new: StandardMetadata) -> list[str]
     if was_unproven and new.recorded.get("runs_agreed") != REPEAT_UNPROVEN:
         changes.append(f"{REPEAT_UNPROVEN} lifted")
     return changes
-
-
-def _policy_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    return [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
 
 
 # ------------------------------------------------------------------------------------------------ adopting

@@ -109,6 +109,11 @@ class ObservedRun:
         return [] if self.recording.has_series else ["the recipe exited with code 0 and logged nothing"]
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What may be wrong with what was recorded, and does not keep it from being judged."""
+        return () if self.recording is None else self.recording.warnings
+
+    @property
     def duration_s(self) -> float | None:
         """Wall time of the recipe in seconds."""
         started, ended = self.facts.get("started_ns"), self.facts.get("ended_ns")

@@ -44,6 +44,7 @@ class RunRecording:
             always so for a single file.
         unknown_states: Why a writer's state is unknown.
         incomplete_reasons: Why the recording does not hold the whole run; empty if it does.
+        warnings: What may be wrong with the series, though nothing in the files contradicts itself.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class RunRecording:
     unknown_states: Mapping[Writer, str]
     incomplete_reasons: tuple[str, ...]
     _series: Mapping[SeriesKey, _Series] = field(repr=False)
+    warnings: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:
@@ -132,7 +134,8 @@ def _read_file(path: Path) -> RunRecording:
     unknown = {writer: "a single file has no state beside it"}
     reasons = () if log.tear is None else (log.tear,)
     series = _series_of([log])
-    return RunRecording(path, tuple(series), None, {writer: None}, unknown, reasons, series)
+    warnings = () if is_recorders else _warnings([log])
+    return RunRecording(path, tuple(series), None, {writer: None}, unknown, reasons, series, warnings)
 
 
 def _read_directory(path: Path) -> RunRecording:
@@ -149,7 +152,8 @@ def _read_directory(path: Path) -> RunRecording:
     _check_roles(logs)
     reasons += _check_ranks(logs, is_cut=bool(reasons))
     series = _series_of(logs)
-    return RunRecording(path, tuple(series), run, states, unknown, tuple(reasons), series)
+    warnings = _warnings([log for log in logs if log.path.name == PLAIN_FILE])
+    return RunRecording(path, tuple(series), run, states, unknown, tuple(reasons), series, warnings)
 
 
 def _read_logs(path: Path) -> list[WriterLog]:
@@ -170,6 +174,34 @@ def _read_logs(path: Path) -> list[WriterLog]:
             hint="write to $E2E_METRICS_JSONL or use MetricRecorder, not both",
         )
     return [read_plain_log(plain)]
+
+
+def _warnings(plain_logs: Sequence[WriterLog]) -> tuple[str, ...]:
+    """Say which metrics plain lines hold more than once in a step.
+
+    A recorder's file has one writer, so there it means what it says. Plain lines name no writer: two ranks that append
+    to one file look like one that logs twice a step, in an order that the next run need not repeat.
+    """
+    return tuple(
+        f"{log.path.name} holds more than one value a step of {_shown_names(repeats)}: if several processes write it, "
+        "nothing tells their values apart; let each log through a MetricRecorder of its own rank"
+        for log in plain_logs
+        if (repeats := [f"{name} ({_place(log, at)})" for name, at in _repeated(log)])
+    )
+
+
+def _repeated(log: WriterLog) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield each metric with a second value in one step, and the first two lines where that is so."""
+    for name, segments in log.series.items():
+        lines = np.concatenate([segment.lines for segment in segments])
+        repeats = np.flatnonzero(log.steps[lines[1:]] == log.steps[lines[:-1]])
+        if len(repeats):
+            yield name, (int(lines[repeats[0]]), int(lines[repeats[0] + 1]))
+
+
+def _place(log: WriterLog, lines: tuple[int, int]) -> str:
+    first, second = (log.first_line + line for line in lines)
+    return f"step {log.steps[lines[0]]}, lines {first} and {second}"
 
 
 def _read_states(
@@ -250,7 +282,7 @@ def _first_index(log: WriterLog, metric: str) -> int:
 
 
 def _check_ranks(logs: Sequence[WriterLog], *, is_cut: bool) -> list[str]:
-    """Check that the ranks of a role that log at all log the same metrics; return why they need not, if so.
+    """Check that the ranks of a role log the same metrics, or all of them nothing; return why they need not, if so.
 
     In a run that was cut off a rank may not have come to a metric yet: its lines then end before the line in which
     the other ranks first logged it. That is one more reason to call the run incomplete, not a contradiction.
@@ -258,8 +290,7 @@ def _check_ranks(logs: Sequence[WriterLog], *, is_cut: bool) -> list[str]:
     reasons = []
     roles: defaultdict[str, list[WriterLog]] = defaultdict(list)
     for log in logs:
-        if log.series:
-            roles[log.role].append(log)
+        roles[log.role].append(log)
     for role, ranks in roles.items():
         partial_metrics = _metrics_of_some(ranks)
         for metric in partial_metrics:
@@ -270,7 +301,8 @@ def _check_ranks(logs: Sequence[WriterLog], *, is_cut: bool) -> list[str]:
                 raise InvalidRunError(
                     f"{metric} is logged by {_ranks(having)} of role {role!r} and not by {_ranks(lacking)}",
                     where=_first_place(having[0], metric),
-                    hint="ranks of one role log the same metrics; give a rank that differs a role of its own",
+                    hint="ranks of one role log the same metrics; give a rank that differs a role of its own, and one "
+                    "that logs nothing no recorder",
                 )
         if partial_metrics:
             reasons.append(f"not every rank of role {role!r} came to log {_shown_names(partial_metrics)}")

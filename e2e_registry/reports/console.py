@@ -26,10 +26,15 @@ from e2e_registry.comparison import (
     Verdict,
 )
 from e2e_registry.comparison.assessment import Repeat, RepeatLabel
+from e2e_registry.comparison.result import largest_first
 from e2e_registry.reports.values import (
+    MAX_SHOWN,
+    capped,
+    capped_lines,
     count_text,
     error_text,
     listed,
+    more_text,
     pair_text,
     ranges_text,
     ulp_text,
@@ -40,11 +45,13 @@ from e2e_registry.tolerance import PolicyKind
 if TYPE_CHECKING:
     from e2e_registry.environment import EnvironmentDifference
 
-#: Failing series that a report shows before it only counts; ``--all-metrics`` shows the rest.
-MAX_SERIES = 12
+#: Failing series that come later than those shown, and are shown for their size.
+MAX_LARGEST = 3
 #: Environment differences that a report shows before it only counts.
 MAX_ENVIRONMENT = 24
 _WIDER_THAN_ANY_TABLE = 10_000
+
+_DIFFERING = (Verdict.MISMATCH, Verdict.WITHIN_TOLERANCE)
 
 #: Where no terminal says otherwise: CI logs do not wrap.
 LOG_WIDTH = 150
@@ -101,12 +108,12 @@ def print_assessment(assessment: Assessment, console: Console, *, all_metrics: b
     console.print(_verdictprint_line(assessment), soft_wrap=True)
     if assessment.quarantine is not None:
         print_line(console, f"quarantined, so it blocks nothing, {assessment.quarantine}", "yellow")
-    for reason in assessment.reasons:
-        print_line(console, reason)
+    limit = None if all_metrics else MAX_SHOWN
+    print_lines(console, assessment.reasons, "reason", limit=limit)
     if assessment.error is not None:
         print_line(console, str(assessment.error))
-    for broken in assessment.breaks:
-        print_line(console, _break_text(broken), "red")
+    broken = [_break_text(broken) for broken in assessment.breaks]
+    print_lines(console, broken, "broken invariant", style="red", limit=limit)
     comparison = assessment.comparison
     if comparison is not None and (all_metrics or _is_worth_showing(assessment, comparison)):
         if not assessment.is_judged:
@@ -115,8 +122,7 @@ def print_assessment(assessment: Assessment, console: Console, *, all_metrics: b
         print_environment(assessment.environment, console)
     if assessment.repeat is not None:
         print_line(console, _repeat_text(assessment.repeat), "bold")
-    for warning in assessment.warnings:
-        print_line(console, f"warning: {warning}", "yellow")
+    print_warnings(assessment.warnings, console, limit=limit)
     if assessment.log_tail:
         print_line(console, "the end of its output:")
         # Not at the start of a line: a workflow's log would obey a recipe that prints "::add-mask::" and the like.
@@ -134,6 +140,19 @@ def print_summary(assessments: Sequence[Assessment], console: Console, *, num_no
     parts = [Text(f"{counts[verdict]} {verdict.value}", VERDICT_STYLES[verdict]) for verdict in counts]
     parts += [Text(f"{num_not_run} not run", "yellow")] if num_not_run else []
     console.print(text + Text(", ").join(parts), soft_wrap=True)
+
+
+def print_warnings(warnings: Sequence[str], console: Console, *, limit: int | None = MAX_SHOWN) -> None:
+    """Print what did not change a verdict, and should be known."""
+    print_lines(console, [f"warning: {warning}" for warning in warnings], "warning", style="yellow", limit=limit)
+
+
+def print_lines(
+    console: Console, lines: Sequence[str], singular: str, *, style: str = "", limit: int | None = MAX_SHOWN
+) -> None:
+    """Print lines of one kind, the first few of many."""
+    for line in capped_lines(lines, singular, limit=limit):
+        print_line(console, line, style)
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:
@@ -183,31 +202,52 @@ def _is_worth_showing(assessment: Assessment, comparison: Comparison) -> bool:
     )
 
 
-def print_comparison(comparison: Comparison, console: Console, *, all_metrics: bool) -> None:
-    """Print a comparison: its first divergence, then the series that differ, and what was left out."""
+def print_comparison(comparison: Comparison, console: Console, *, all_metrics: bool, is_change: bool = False) -> None:
+    """Print a comparison: its first divergence, then the series that differ, and what was left out.
+
+    Args:
+        comparison: What to print.
+        console: Where to print.
+        all_metrics: Show every series.
+        is_change: The run is to become the standard, so what is shown first is the largest change. Else it is the first
+            failure in emission order, for what fails later may only follow from it.
+    """
+    limit = None if all_metrics else MAX_SHOWN
     first = comparison.first_divergence
     if first is not None:
         print_line(console, f"first divergence: {_divergence_text(first)}", "bold")
-    for name in comparison.never_emitted:
-        print_line(console, f"{name}: registered, but no metric of the run answers to it", "red")
-    shown = list(comparison.failing)
-    hidden = 0 if all_metrics else max(len(shown) - MAX_SERIES, 0)
-    shown = shown[: len(shown) - hidden]
-    shown += [result for result in comparison.series if result.verdict is Verdict.WITHIN_TOLERANCE]
-    if all_metrics:
-        shown += [result for result in comparison.series if result not in shown]
-    in_table = [result for result in shown if result.num_differing or all_metrics]
+    never = [f"{name}: registered, but no metric of the run answers to it" for name in comparison.never_emitted]
+    print_lines(console, never, "such name", style="red", limit=limit)
+    failing = largest_first(comparison.failing) if is_change else comparison.failing
+    shown, num_hidden = capped(failing, limit)
+    accepted = largest_first(result for result in comparison.series if result.verdict is Verdict.WITHIN_TOLERANCE)
+    accepted_shown, num_accepted_hidden = capped(accepted, limit)
+    rest = [result for result in comparison.series if result.verdict not in _DIFFERING] if all_metrics else []
+    _print_series([*shown, *accepted_shown, *rest], console, all_metrics=all_metrics)
+    failing_shown = list(shown)
+    if num_hidden and not is_change:
+        largest, num_hidden = capped(largest_first(failing[len(shown) :]), MAX_LARGEST)
+        failing_shown = [*shown, *largest]
+        print_line(console, f"the largest of the {num_hidden + len(largest):,} failing series that come later:")
+        _print_series(largest, console, all_metrics=False)
+    if num_hidden:
+        more = more_text(num_hidden, "failing series", "failing series")
+        digests = sum(result.is_digest for result in failing) - sum(result.is_digest for result in failing_shown)
+        of_unknown_size = f" ({digests:,} of them digests, which have no size)" if digests else ""
+        print_line(console, f"{more}, none larger{of_unknown_size}: --all-metrics shows them")
+    if num_accepted_hidden:
+        more = more_text(num_accepted_hidden, "series within its tolerance", "series within their tolerance")
+        print_line(console, f"{more}, none further off: --all-metrics shows them")
+    _print_the_rest(comparison, console, all_metrics=all_metrics)
+
+
+def _print_series(results: Sequence[SeriesResult], console: Console, *, all_metrics: bool) -> None:
+    in_table = [result for result in results if result.num_differing or all_metrics]
     if in_table:
         print_table(_series_table(in_table), console)
-    for result in shown:
+    for result in results:
         for note in _notes(result):
             print_line(console, f"{result.key}: {note}")
-    if hidden:
-        print_line(
-            console,
-            f"… and {count_text(hidden, 'more failing series', 'more failing series')}: --all-metrics shows them",
-        )
-    _print_the_rest(comparison, console, all_metrics=all_metrics)
 
 
 def _print_the_rest(comparison: Comparison, console: Console, *, all_metrics: bool) -> None:

@@ -12,14 +12,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from e2e_registry.comparison.merged import MergedResults, MergedVerdict
+from e2e_registry.reports.console import MAX_LARGEST
 from e2e_registry.reports.markdown import bounded, code, preformatted, text
 from e2e_registry.reports.merged import headline, verdict_text, what_text
-from e2e_registry.reports.recorded import listing, mapping, number, pair, series_name, series_of, whole_number
-from e2e_registry.reports.values import count_text
+from e2e_registry.reports.recorded import (
+    largest_first,
+    listing,
+    mapping,
+    number,
+    pair,
+    series_name,
+    series_of,
+    size_of,
+    whole_number,
+)
+from e2e_registry.reports.values import capped, capped_lines, count_text, more_text
 
 MAX_DETAILS = 20
 MAX_ROWS = 200
-MAX_SERIES = 12
 MAX_ENVIRONMENT = 12
 #: A step shows ten annotations of a kind.
 MAX_ANNOTATIONS = 10
@@ -37,6 +47,12 @@ def summary(merged: MergedResults, *, next_step: str | None = None) -> str:
     lines += [f"- {text(warning, 600)}" for warning in merged.warnings[:MAX_DETAILS]]
     hidden = max(len(merged.problems) - MAX_DETAILS, 0) + max(len(merged.warnings) - MAX_DETAILS, 0)
     lines += [f"- … and {hidden} more"] if hidden else []
+    warned = [
+        f"- {code(verdict.test)} {code(verdict.platform or '-')}: {text(warning, 600)}"
+        for verdict in merged.verdicts
+        for warning in listing(verdict.result.get("warnings"))
+    ]
+    lines += capped_lines(warned, "warning")
     fine = [verdict for verdict in merged.verdicts if _is_fine(verdict)]
     others = [verdict for verdict in merged.verdicts if not _is_fine(verdict)]
     if others:
@@ -69,18 +85,25 @@ def change_summary(changes: Sequence[Mapping[str, Any]], failures: Mapping[str, 
         agreed = change.get("runs_agreed")
         runs = f"{agreed} runs agree" if isinstance(agreed, int) else text(agreed)
         lines += ["", f"{code(change.get('path'))}, {change.get('points')} points, {runs}"]
-        if change.get("metadata_changes"):
-            lines += ["", f"Beside the values: {text('; '.join(map(str, change['metadata_changes'])), 600)}"]
-        lines += _comparison(mapping(change.get("disagreement") or change.get("change")))
+        warned = [f"- warning: {text(warning, 600)}" for warning in listing(change.get("warnings"))]
+        lines += ["", *capped_lines(warned, "warning")] if warned else []
+        beside = [f"- {text(entry, 600)}" for entry in listing(change.get("metadata_changes"))]
+        lines += ["", "Beside the values:", "", *capped_lines(beside, "such change")] if beside else []
+        if change.get("disagreement"):
+            lines += _comparison(mapping(change["disagreement"]))
+        else:
+            lines += _comparison(mapping(change.get("change")), is_change=True)
         lines += _environment(listing(change.get("environment")))
     return bounded(lines)
 
 
-def _size_of_change(change: Mapping[str, Any]) -> tuple[int, int]:
+def _size_of_change(change: Mapping[str, Any]) -> tuple[int, float, int]:
     order = ["unchanged", "rewritten, values unchanged", "updated", "created", "refused"]
     action = str(change.get("action"))
-    failing = sum(whole_number(series.get("failing")) for series in series_of(mapping(change.get("change"))))
-    return order.index(action) if action in order else len(order), failing
+    judged = [series for series in series_of(mapping(change.get("change"))) if series.get("verdict") == "mismatch"]
+    size = max((size_of(series)[0] for series in judged), default=0.0)
+    failing = sum(whole_number(series.get("failing")) for series in judged)
+    return order.index(action) if action in order else len(order), size, failing
 
 
 def workflow_commands(merged: MergedResults) -> list[str]:
@@ -125,14 +148,14 @@ def _details(verdict: MergedVerdict) -> list[str]:
     title = f"{text(verdict_text(verdict))}: {code(verdict.test)} {code(verdict.platform or '-')}"
     lines = [f"<details><summary>{title}</summary>", ""]
     result = verdict.result
-    lines += [f"- {text(reason, 600)}" for reason in listing(result.get("reasons"))[:MAX_DETAILS]]
+    lines += capped_lines([f"- {text(reason, 600)}" for reason in listing(result.get("reasons"))], "reason")
     repeat = mapping(result.get("repeat"))
     lines += [f"- run again: {text(repeat.get('label'))}"] if repeat else []
     if result.get("error"):
         lines += [f"- {text(result['error'], 2000)}"]
-    for broken in map(mapping, listing(result.get("broken_invariants"))[:MAX_SERIES]):
-        what = f"breaks {broken.get('invariant')} at {broken.get('count')} points, first at step {broken.get('step')}"
-        lines += [f"- {code(series_name(broken))} {text(what)}"]
+    lines += capped_lines(
+        [_broken(mapping(broken)) for broken in listing(result.get("broken_invariants"))], "invariant"
+    )
     if result.get("compared_with") and not result.get("is_judged"):
         lines += ["", f"For information, compared with {code(result['compared_with'])}:"]
     lines += _comparison(mapping(result.get("comparison")))
@@ -142,28 +165,53 @@ def _details(verdict: MergedVerdict) -> list[str]:
     return [*lines, "", "</details>"]
 
 
+def _broken(broken: Mapping[str, Any]) -> str:
+    what = f"breaks {broken.get('invariant')} at {broken.get('count')} points, first at step {broken.get('step')}"
+    return f"- {code(series_name(broken))} {text(what)}"
+
+
 # ------------------------------------------------------------------------------------------------- comparison
 
 
-def _comparison(comparison: Mapping[str, Any]) -> list[str]:
-    """Render the series that differ: first those that fail, in emission order."""
-    failing = [series for series in series_of(comparison) if series.get("verdict") in ("mismatch", "within-tolerance")]
-    failing.sort(
+def _comparison(comparison: Mapping[str, Any], *, is_change: bool = False) -> list[str]:
+    """Render the series that differ: of a change the largest first, else in emission order, with the largest."""
+    differing = [
+        series for series in series_of(comparison) if series.get("verdict") in ("mismatch", "within-tolerance")
+    ]
+    differing.sort(
         key=lambda series: (series.get("verdict") != "mismatch", whole_number(mapping(series.get("first")).get("seq")))
     )
-    if not failing:
-        return []
+    never = [f"- {code(name)}: registered, and never emitted" for name in listing(comparison.get("never_emitted"))]
+    lines = ["", *capped_lines(never, "such name")] if never else []
+    if not differing:
+        return lines
+    if is_change:
+        differing = _by_size(differing)
+    shown, num_hidden = capped(differing)
+    lines += ["", *_series_table(shown)]
+    if num_hidden and not is_change:
+        largest, num_hidden = capped(_by_size(differing[len(shown) :]), MAX_LARGEST)
+        lines += ["", f"The largest of the {num_hidden + len(largest)} series that differ later:", ""]
+        lines += _series_table(largest)
+    if num_hidden:
+        lines += ["", f"{more_text(num_hidden, 'series that differs', 'series that differ')}; the largest are above"]
+    equal = sum(series.get("verdict") == "match" for series in series_of(comparison))
+    return [*lines, "", f"{equal} series equal"]
+
+
+def _by_size(differing: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Sort series that fail before those that a tolerance accepts, each the largest first."""
+    return sorted(largest_first(differing), key=lambda series: series.get("verdict") != "mismatch")
+
+
+def _series_table(shown: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
-        "",
         "| metric | differ | | step | want | got | abs | rel | ULP |",
         "|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for series in failing[:MAX_SERIES]:
+    for series in shown:
         lines += _series_rows(series)
-    if len(failing) > MAX_SERIES:
-        lines += ["", f"… and {len(failing) - MAX_SERIES} more series that differ"]
-    equal = sum(series.get("verdict") == "match" for series in series_of(comparison))
-    return [*lines, "", f"{equal} series equal"]
+    return lines
 
 
 def _series_rows(series: Mapping[str, Any]) -> list[str]:

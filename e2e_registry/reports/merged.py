@@ -8,7 +8,7 @@ from rich.text import Text
 
 from e2e_registry.comparison import TestVerdict
 from e2e_registry.comparison.merged import MergedResults, MergedVerdict
-from e2e_registry.reports.console import VERDICT_STYLES, print_line, print_table
+from e2e_registry.reports.console import VERDICT_STYLES, print_line, print_lines, print_table, print_warnings
 from e2e_registry.reports.recorded import first_divergence, first_reason
 from e2e_registry.reports.values import count_text
 
@@ -19,10 +19,8 @@ MAX_VERDICTS = 200
 def print_merged(merged: MergedResults, console: Console) -> None:
     """Print the headline, what is wrong with the results as a whole, and a line a verdict."""
     console.print(Text(headline(merged), "bold red" if merged.exit_code else "bold green"), soft_wrap=True)
-    for problem in merged.problems:
-        print_line(console, one_line(problem.message), "red")
-    for warning in merged.warnings:
-        print_line(console, one_line(f"warning: {warning}"), "yellow")
+    print_lines(console, [one_line(problem.message) for problem in merged.problems], "problem", style="red")
+    print_warnings([one_line(warning) for warning in merged.warnings], console)
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(4):
         table.add_column(no_wrap=True)

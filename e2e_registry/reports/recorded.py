@@ -5,8 +5,9 @@ The JSON may come from an artifact, so any part of it may have any type: what is
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from e2e_registry.dtypes import ALL_DTYPES
@@ -69,6 +70,23 @@ def number(value: object) -> str:
 def series_of(comparison: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the series of a comparison."""
     return [mapping(series) for series in listing(comparison.get("series"))]
+
+
+def largest_first(series: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Sort series as :func:`e2e_registry.comparison.result.largest_first` does; equal ones stay in their order."""
+    return sorted(series, key=size_of, reverse=True)
+
+
+def size_of(series: Mapping[str, Any]) -> tuple[float, float]:
+    """Return how large a series' difference is, as :attr:`~e2e_registry.comparison.SeriesResult.magnitude` says it."""
+    error = mapping(series.get("worst")).get("abs")
+    return _size(series.get("largest_rel"), absent=0.0), _size(error, absent=math.inf)
+
+
+def _size(value: object, *, absent: float) -> float:
+    if value == "inf":
+        return math.inf
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else absent
 
 
 def mapping(value: object) -> Mapping[str, Any]:

@@ -9,9 +9,17 @@ from rich.text import Text
 
 from e2e_registry.comparison import Action, StandardChange, Verdict
 from e2e_registry.comparison.change import REPEAT_UNPROVEN
-from e2e_registry.reports.console import print_comparison, print_environment, print_line, print_table, rendered
+from e2e_registry.reports.console import (
+    print_comparison,
+    print_environment,
+    print_line,
+    print_lines,
+    print_table,
+    print_warnings,
+    rendered,
+)
 from e2e_registry.reports.inventory import extents_table
-from e2e_registry.reports.values import count_text, listed
+from e2e_registry.reports.values import MAX_SHOWN, count_text, listed
 from e2e_registry.series import SeriesExtent
 
 ACTION_STYLES = {
@@ -31,6 +39,7 @@ def print_change(change: StandardChange, console: Console, *, all_metrics: bool 
     if change.disagreement is not None:
         print_line(console, "two runs of the same recipe do not agree, so there is nothing to record:", "red")
         print_comparison(change.disagreement, console, all_metrics=all_metrics)
+        print_warnings(change.warnings, console)
         print_line(console, "next: make the recipe repeat; a tolerance is right only where it cannot")
         return
     print_difference(change, console, all_metrics=all_metrics)
@@ -41,16 +50,23 @@ def print_change(change: StandardChange, console: Console, *, all_metrics: bool 
 
 def print_difference(change: StandardChange, console: Console, *, all_metrics: bool = False) -> None:
     """Print how a run differs from the old standard, and how many runs stand behind it."""
-    if change.change is not None and change.change.verdict is not Verdict.MATCH:
-        print_line(console, "the new run against the old standard:")
-        print_comparison(change.change, console, all_metrics=all_metrics)
+    if change.action is Action.VALUES_UNCHANGED:
+        print_line(console, "values unchanged; what else changed:")
+    elif change.metadata_changes:
+        print_line(console, "what changes beside the values:")
+    changes = [f"  {text}" for text in change.metadata_changes]
+    print_lines(console, changes, "such change", style="yellow", limit=None if all_metrics else MAX_SHOWN)
+    differs = change.change is not None and change.change.verdict is not Verdict.MATCH
+    if change.change is not None and differs:
+        print_line(console, "the new run against the old standard, largest change first:")
+        print_comparison(change.change, console, all_metrics=all_metrics, is_change=True)
+    if differs or change.action in (Action.UPDATED, Action.VALUES_UNCHANGED):
         print_environment(change.environment, console)
-    elif change.action is Action.VALUES_UNCHANGED:
-        print_line(console, f"values unchanged; what else changed: {'; '.join(change.metadata_changes)}")
     if change.kept_old:
         names = listed([str(key) for key in change.kept_old])
         print_line(console, f"within their tolerance, so their old rows stay (--refresh renews them): {names}")
     print_line(console, _agreement(change))
+    print_warnings(change.warnings, console)
 
 
 def print_outcome(change: StandardChange, console: Console) -> None:
@@ -72,7 +88,14 @@ def _agreement(change: StandardChange) -> str:
 
 
 def print_run(
-    label: str, outcome: str, platform: str, series: Sequence[SeriesExtent], problems: Sequence[str], console: Console
+    label: str,
+    outcome: str,
+    platform: str,
+    series: Sequence[SeriesExtent],
+    problems: Sequence[str],
+    console: Console,
+    *,
+    warnings: Sequence[str] = (),
 ) -> None:
     """Print what one run recorded.
 
@@ -83,11 +106,13 @@ def print_run(
         series: The recorded series.
         problems: What is wrong with the recording.
         console: Where to print.
+        warnings: What may be wrong with it.
     """
     text = Text(f"the recipe {outcome}", "green" if not problems else "red")
     text.append(f"  {platform}", "cyan")
     console.print(text, soft_wrap=True)
     for problem in problems:
         print_line(console, problem, "red")
+    print_warnings(warnings, console)
     print_table(extents_table(series), console)
     console.print(Text(f"kept: {label}"), soft_wrap=True)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from e2e_registry.comparison import Divergence, StepRanges
 from e2e_registry.series import Point
 
+#: Entries of one kind that a report shows before it only counts; ``--all-metrics`` shows the rest.
+MAX_SHOWN = 12
+
 _LONGEST_DIGEST = 12
+_Item = TypeVar("_Item")
 
 
 def value_text(point: Point | None) -> str:
@@ -76,7 +81,32 @@ def count_text(count: int, singular: str, plural: str | None = None) -> str:
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
-def listed(names: Sequence[str], limit: int = 8) -> str:
+def capped(items: Sequence[_Item], limit: int | None = MAX_SHOWN) -> tuple[Sequence[_Item], int]:
+    """Return the first of the items, and how many are left out: what bounds the length of every report.
+
+    Args:
+        items: What could be shown.
+        limit: How much is; None for all of it.
+    """
+    shown = items if limit is None else items[:limit]
+    return shown, len(items) - len(shown)
+
+
+def listed(names: Sequence[str], limit: int = 8, separator: str = ", ") -> str:
     """List names, the first few of many."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    shown, num_hidden = capped(names, limit)
+    text = separator.join(shown)
+    return f"{text} and {num_hidden:,} more" if num_hidden else text
+
+
+def capped_lines(
+    lines: Sequence[str], singular: str, plural: str | None = None, *, limit: int | None = MAX_SHOWN
+) -> list[str]:
+    """Return lines of one kind, the first few of many, and then one that counts the rest."""
+    shown, num_hidden = capped(lines, limit)
+    return [*shown, *([more_text(num_hidden, singular, plural)] if num_hidden else [])]
+
+
+def more_text(count: int, singular: str, plural: str | None = None) -> str:
+    """Say how many of a kind are left out: ``… and 3 more failing series``."""
+    return f"… and {count_text(count, f'more {singular}', plural and f'more {plural}')}"

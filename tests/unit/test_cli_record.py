@@ -152,6 +152,45 @@ def test_plain_lines_leave_no_state_so_recording_them_needs_a_word(repository: R
     assert rows["tokens", "int64"] == [0, 1, 2]
 
 
+#: Two ranks that append to one file, a barrier a step, as a collective is.
+TWO_RANKS = """
+import json, os, subprocess, sys
+if len(sys.argv) > 1:
+    with open(os.environ["E2E_METRICS_JSONL"], "a", buffering=1) as file:
+        for step, _ in enumerate(sys.stdin):
+            file.write(json.dumps({"step": step, "train/loss": float(sys.argv[1]) + step}) + "\\n")
+            print("logged", flush=True)
+else:
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    ranks = [subprocess.Popen([sys.executable, __file__, rank], **pipes) for rank in "01"]
+    for step in range(3):
+        for rank in ranks:
+            print("go", file=rank.stdin, flush=True)
+            rank.stdout.readline()
+    for rank in ranks:
+        rank.stdin.close()
+        rank.wait()
+"""
+
+
+def test_two_processes_that_share_a_plain_file_are_warned_of_everywhere(repository: Repository) -> None:
+    """Report: two ranks in step recorded six points, two a step, and nobody said a word."""
+    repository.write_recipe(body=TWO_RANKS)
+    repository.write_test(metrics=["train/*"], observe=[])
+    said = "metrics.jsonl holds more than one value a step of train/loss (step 0, lines 1 and 2)"
+    ran = repository.cli("run", "--test", TEST)
+    recorded = record(repository, "--allow-unknown-state", "--export", "out")
+    assert recorded.code == 0, recorded.err
+    checked = repository.cli("check", "--test", TEST)
+    compared = repository.cli("compare", repository.runs[0], "--against", repository.runs[1])
+    for result in (ran, recorded, checked, compared):
+        assert f"{said}: if several processes write it, nothing tells their values apart" in result.out
+    assert said in repository.cli("run", "--test", TEST, "--json").json["warnings"][0]
+    assert said in record(repository, "--allow-unknown-state", "--json").json["tests"][0]["warnings"][0]
+    assert "more than one value a step" in next((repository.root / "out").rglob("*.md")).read_text()
+    assert Standard(repository.standard).metrics == {"train/loss"}, "two values a step are legal, so it is no refusal"
+
+
 def test_several_writers_are_kept_apart(repository: Repository) -> None:
     repository.write_recipe(
         body="""

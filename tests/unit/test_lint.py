@@ -136,6 +136,12 @@ REPORTED = {
         "setattr(torch.backends.cudnn, 'benchmark', True)",
         "with cudnn.flags(enabled=True, benchmark=True):\n    pass",
         "import lightning.pytorch as pl\npl.Trainer(benchmark=True)",
+        "cudnn.deterministic, cudnn.benchmark = False, True",
+        "(cudnn.deterministic, [cudnn.benchmark, x]) = True, [True, 0]",
+        "cudnn.benchmark: bool = True",
+        "cudnn.benchmark |= True",
+        "cudnn.benchmark = (fast := True)",
+        "setattr(cudnn, 'benchmark', (fast := True))",
     ],
     "DET002": [
         "torch.use_deterministic_algorithms(True, warn_only=True)",
@@ -233,6 +239,24 @@ REPORTED = {
         "entry = {'kl': '{:.3e}'.format(kl)}",
         "file.write(f'{step},{loss:.6f}\\n')",
         "run.log_metrics({'rollout': {'entropy': format(h, '.4f')}})",
+        "def step_(loss):\n    loss = round(loss, 4)\n    if verbose:\n        wandb.log({'train/loss': loss})",
+        "for batch in data:\n    shown = float(f'{model(batch):.4f}')\n    run.log({'loss': shown})\n    shown = 0.0",
+        "first, second = round(a, 4), b\nrun.log({'value': first})",
+        "total = 0.0\ntotal += round(loss, 4)\nrun.log({'value': total})",
+        "run.log({'value': (shown := round(loss, 4))})",
+        "if (shown := round(loss, 4)) > 0:\n    writer.add_scalar('value', shown, step)",
+        "run.log({k: round(v, 4) for k, v in values.items()})",
+        "run.log({**values, **{k: np.round(v, 4) for k, v in more.items()}}, step=step)",
+        "out = {k: round(v, 4) for k, v in values.items()}\nout['step'] = step\nrun.log(out)",
+        "out = {}\nfor k, v in values.items():\n    out[k] = round(v, 4)\nrun.log(out, step=step)",
+        "run.log(dict(value=round(v, 4)))",
+        "record = dict(value=round(v, 4))\nrun.log(record)",
+        "run.log(**{'value': round(v, 4)})",
+        "metrics.update(loss=round(loss, 4))",
+        "logs['loss']: float = round(loss, 4)",
+        "logs['loss'], step = round(loss, 4), 3",
+        "text = f'{loss:.4f}'\nrun.log({'loss': float(text)})",
+        "row = [step, round(loss, 4)]\nwriter.writerow(row)",
     ],
     "DET011": [
         "import flash_attn\npartial(flash_attn.flash_attn_func, deterministic=True)",
@@ -286,6 +310,11 @@ CLEAN = {
         "def f(torch):\n    torch.backends.cudnn.benchmark = True",
         "with cudnn.flags(enabled=True, benchmark=False):\n    pass",
         "run(benchmark=True)",
+        "cudnn.deterministic, cudnn.benchmark = True, False",
+        "cudnn.benchmark, *rest = True, False",
+        "cudnn.deterministic, cudnn.benchmark = switches",
+        "cudnn.benchmark: bool",
+        "cudnn.benchmark &= True",
     ],
     "DET002": [
         "torch.use_deterministic_algorithms(True)",
@@ -416,6 +445,22 @@ CLEAN = {
         "writer.add_scalar('loss', loss, round(step))",
         "file.write(f'{loss:.9g}\\n')",
         "raise ValueError({'loss': round(loss, 2)})",
+        "shown = round(loss, 4)\nprint(shown)\nrun.log({'loss': loss})",
+        "shown = round(loss, 4)\nshown = loss\nrun.log({'value': shown})",
+        "loss = model(x)\nif verbose:\n    loss = round(loss, 4)\n    print(loss)\nrun.log({'value': loss})",
+        "def show(a):\n    value = round(a, 4)\n    return value\ndef log_(value):\n    run.log({'value': value})",
+        "warmup = round(0.1 * steps)\nrun.log({'warmup_steps': warmup})",
+        "size = schedule(round(x, 2))\nrun.log({'value': size})",
+        "name = f'{lr:.0e}'\nrun.log({'run': name})",
+        "elapsed = round(time.time() - start, 2)\nrun.log({'value': elapsed})",
+        "run.log({k: round(v, 2) for k, v in timers.items()})",
+        "for k, v in timers.items():\n    out[k] = round(v, 2)\nrun.log(out)",
+        "box = {k: round(v, 2) for k, v in sides.items()}\ndraw(box)",
+        "logger.info({k: round(v, 2) for k, v in values.items()})",
+        "shown = {k: round(v, 2) for k, v in values.items()}\nprint(shown)\nrun.log(values)",
+        "text = f'step {step} loss {loss:.4f}'\nfile.write(text)",
+        "is_low = round(loss, 4) < 1\nrun.log({'value': is_low})",
+        "value = table[round(x, 2)]\nrun.log({'value': value})",
     ],
     "DET011": [
         "partial(model.apply, deterministic=True)",
@@ -463,6 +508,44 @@ def test_the_fault_is_reported(code: str, body: str) -> None:
 @pytest.mark.parametrize(("code", "body"), [(code, body) for code, bodies in CLEAN.items() for body in bodies])
 def test_what_only_looks_like_it_is_not(code: str, body: str) -> None:
     assert own_codes(code, body) == []
+
+
+#: Ways to make a variable a value, and to log a variable; the class body and the loop only indent.
+_ASSIGN = [
+    "{v} = {e}",
+    "{v}: float = {e}",
+    "x = {v} = {e}",
+    "{v}, x = {e}, 1",
+    "[x, ({v}, y)] = [1, ({e}, 2)]",
+    "({v} := {e})",
+]
+_ROUND = [
+    "round({x}, 4)",
+    "round(number={x}, ndigits=4)",
+    "np.round({x}, 4)",
+    "float('%.4f' % {x})",
+    "{x}.round(4)",
+    "1 * round({x}, 4)",
+]
+_LOG = [
+    "run.log({{'train/loss': {v}}}, step=step)",
+    "run.log(dict(loss={v}))",
+    "run.log({{**other, **{{'loss': {v}}}}})",
+    "writer.add_scalar('loss', {v}, step)",
+    "logs['loss'] = {v}",
+    "out = {{'loss': {v}}}\nrun.log(out)",
+]
+_AROUND = ["{code}", "for batch in data:\n{body}", "def step_(x, run):\n{body}", "class T:\n    def f(self):\n{deep}"]
+
+
+@given(*(st.sampled_from(templates) for templates in (_ASSIGN, _ROUND, _LOG, _AROUND)), st.booleans())
+def test_a_rounded_variable_is_followed_into_the_log_in_every_form(
+    assign: str, rounding: str, log: str, around: str, is_replaced: bool
+) -> None:
+    between = "loss = model(x)\n" if is_replaced else "print(loss)\n"
+    text = f"{assign.format(v='loss', e=rounding.format(x='value'))}\n{between}{log.format(v='loss')}"
+    body = around.format(code=text, body=textwrap.indent(text, "    "), deep=textwrap.indent(text, " " * 8))
+    assert own_codes("DET010", body) == ([] if is_replaced else ["DET010"])
 
 
 def test_every_rule_has_examples_of_both_kinds() -> None:

@@ -720,9 +720,11 @@ def test_ranks_that_disagree_are_invalid_unless_the_run_was_cut_before_they_coul
     both, one = {"int64": {"a": 1, "b": 2}}, {"int64": {"a": 1}}
     write_log(tmp_path, "train", 0, [one, both])
     write_log(tmp_path, "train", 1, [one])
-    write_log(tmp_path, "train", 2, [])  # logs nothing at all, so it is no writer
     run = read_run(tmp_path)
     assert run.incomplete_reasons[1:] == ("not every rank of role 'train' came to log b",)
+    silent = write_log(tmp_path, "train", 2, [])
+    assert read_run(tmp_path).incomplete_reasons[1:] == ("not every rank of role 'train' came to log a, b",)
+    silent.unlink()
     end_run(tmp_path)
     with pytest.raises(
         InvalidRunError, match=r"train\.rank0\.jsonl:3: b is logged by rank 0 of role 'train' and not by rank 1"
@@ -734,6 +736,20 @@ def test_ranks_that_disagree_are_invalid_unless_the_run_was_cut_before_they_coul
         read_run(tmp_path)
     write_log(tmp_path, "train", 1, [both, one])
     assert len(read_run(tmp_path).keys) == 4
+    end_run(tmp_path)
+    write_log(tmp_path, "rollout", 0, [])
+    write_log(tmp_path, "rollout", 1, [])
+    assert read_run(tmp_path).is_complete, "ranks that all log nothing agree"
+
+
+def test_a_rank_that_logs_nothing_beside_ranks_that_log_is_invalid(tmp_path: Path) -> None:
+    """Report: rank 1 opened a recorder and logged nothing, and the run was recorded as whole."""
+    for rank, lines in enumerate([[{"int64": {"a": 1}}], []]):
+        write_log(tmp_path, "train", rank, lines)
+    end_run(tmp_path)
+    with pytest.raises(InvalidRunError, match="a is logged by rank 0 of role 'train' and not by rank 1") as raised:
+        read_run(tmp_path)
+    assert "no recorder" in str(raised.value)
 
 
 def test_series_longer_than_a_batch_come_back_whole(tmp_path: Path) -> None:

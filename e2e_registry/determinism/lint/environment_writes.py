@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from e2e_registry.determinism.lint.assignments import assignments
 from e2e_registry.determinism.lint.module import Module, argument
 
 
@@ -29,13 +30,11 @@ def environment_writes(module: Module) -> Iterator[EnvironmentWrite]:
 
     A copy (``env = {**os.environ, ...}``, for a child process) is not this process's environment and not reported.
     """
-    for assignment in module.nodes(ast.Assign):
-        for target in assignment.targets:
-            if isinstance(target, ast.Subscript) and _is_environ(module, target.value):
-                yield from _named(module, assignment, target.slice, assignment.value)
-    for augmented in module.nodes(ast.AugAssign):
-        if _is_environ(module, augmented.target) and isinstance(augmented.op, ast.BitOr):
-            yield from _mapping_writes(module, augmented, augmented.value)
+    for node, target, value, operator in assignments(module):
+        if isinstance(target, ast.Subscript) and _is_environ(module, target.value):
+            yield from _named(module, node, target.slice, value)
+        elif _is_environ(module, target) and isinstance(operator, ast.BitOr):
+            yield from _mapping_writes(module, node, value)
     for call in module.nodes(ast.Call):
         yield from _call_writes(module, call)
 

@@ -219,6 +219,8 @@ class NameTable:
     def single_value(self, node: ast.expr) -> ast.expr:
         """Follow names that are assigned exactly once to the expression they were assigned; else return ``node``."""
         for _ in range(_MAX_ALIAS_HOPS):
+            if isinstance(node, ast.NamedExpr):
+                node = node.value
             if not isinstance(node, ast.Name):
                 break
             bindings = self.bindings(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from e2e_registry.determinism.lint.assignments import assignments
 from e2e_registry.determinism.lint.module import Module, argument
 from e2e_registry.determinism.lint.rule import Rule, Violation
 
@@ -44,10 +45,10 @@ torch.backends.cudnn.deterministic = True
 
     def check(self, module: Module) -> Iterator[Violation]:
         """Report assignments, ``setattr``, cuDNN's flag functions and Lightning's ``Trainer(benchmark=True)``."""
-        for assignment in module.nodes(ast.Assign):
-            is_switch = any(module.qualified(target) == _SWITCH for target in assignment.targets)
-            if is_switch and module.constant(assignment.value) in (True, 1):
-                yield Violation(assignment, f"`{_SWITCH}` is switched on")
+        for assigned in assignments(module):
+            is_switch = assigned.replaces and module.qualified(assigned.target) == _SWITCH
+            if is_switch and module.constant(assigned.value) in (True, 1):
+                yield Violation(assigned.node, f"`{_SWITCH}` is switched on")
         for call in module.nodes(ast.Call):
             message = self._call_message(module, call)
             if message is not None:

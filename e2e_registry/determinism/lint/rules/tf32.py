@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from e2e_registry.determinism.lint.assignments import assignments
 from e2e_registry.determinism.lint.environment_writes import environment_writes
 from e2e_registry.determinism.lint.module import Module, argument
 from e2e_registry.determinism.lint.rule import Rule, Violation
@@ -50,14 +51,13 @@ torch.set_float32_matmul_precision("highest")
 
     def check(self, module: Module) -> Iterator[Violation]:
         """Report assignments, calls, variables and the ``tf32=True`` of training arguments."""
-        for assignment in module.nodes(ast.Assign):
-            for target in assignment.targets:
-                name = module.qualified(target) or ""
-                value = module.constant(assignment.value)
-                if name in _ALLOW_SWITCHES and value in (True, 1):
-                    yield Violation(assignment, f"`{name}` is switched on")
-                elif _PRECISION_SWITCH.fullmatch(name) and value in _REDUCED:
-                    yield Violation(assignment, f"`{name}` is set to {value!r}")
+        for assigned in assignments(module):
+            name = module.qualified(assigned.target) or ""
+            value = module.constant(assigned.value)
+            if name in _ALLOW_SWITCHES and value in (True, 1) and assigned.replaces:
+                yield Violation(assigned.node, f"`{name}` is switched on")
+            elif _PRECISION_SWITCH.fullmatch(name) and value in _REDUCED:
+                yield Violation(assigned.node, f"`{name}` is set to {value!r}")
         for call in module.nodes(ast.Call):
             message = self._call_message(module, call)
             if message is not None:

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from e2e_registry.determinism.lint.assignments import assignments
 from e2e_registry.determinism.lint.module import Module, last_name
 from e2e_registry.determinism.lint.rule import Rule, Violation
 
@@ -93,12 +94,9 @@ random.seed(parser.parse_args().seed)
 
 def _seeds(module: Module) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr]]:
     """Yield each place that sets a seed and the expression that it is set to."""
-    for assignment in module.nodes(ast.Assign):
-        if any(_SEED_VARIABLE.search(last_name(target)) for target in assignment.targets):
-            yield assignment, assignment.value
-    for annotated in module.nodes(ast.AnnAssign):
-        if annotated.value is not None and _SEED_VARIABLE.search(last_name(annotated.target)):
-            yield annotated, annotated.value
+    for assigned in assignments(module):
+        if _SEED_VARIABLE.search(last_name(assigned.target)):
+            yield assigned.node, assigned.value
     for call in module.nodes(ast.Call):
         name = module.qualified(call.func)
         is_seeding = name in _SEEDING_CALLS or _SEEDING_NAME.search(last_name(call.func)) is not None
