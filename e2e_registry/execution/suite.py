@@ -68,8 +68,9 @@ class Schedule(Generic[T, R]):
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def stop_starting(self) -> None:
-        """Start no further task; those that run come to their end."""
+        """Start no further task, and have those give up that wait for something; those that run come to their end."""
         self._waiting.clear()
+        self._cancellation.stop_starting()
 
     def results(self) -> Iterator[tuple[T, R]]:
         """Yield each task with its result as it ends.

@@ -85,7 +85,7 @@ class LocalMachine:
         on_line: Callable[[str], None] | None,
         cancellation: Cancellation | None,
     ) -> ObservedRun:
-        """Run the test on the devices of its lease, once they are empty."""
+        """Run the test on the devices of its lease, or on others if these are not free, once there are enough."""
         return run_test(
             registration,
             settings,
