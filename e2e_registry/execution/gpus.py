@@ -36,6 +36,8 @@ _LOCK_POLL_S = 0.5
 #: How long ``nvidia-smi`` may take to answer.
 _QUERY_TIMEOUT_S = 60.0
 
+_DEVICE_FOLDER = Path("/dev")
+
 #: Where the locks are. Not where ``TMPDIR`` says: two runs that differ in it would not see each other's.
 _LOCK_FOLDER = Path("/tmp")  # noqa: S108  # what is opened there may be anybody's: see GpuLock
 
@@ -273,16 +275,19 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     named = (callers_environment() if environ is None else environ).get(VISIBLE_VARIABLE)
     if named is not None:
         return tuple(_before_the_first_invalid(named))
-    return tuple(
-        sorted((path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()), key=int)
-    )
+    # Counted: a container that was given nvidia3 alone calls it 0.
+    present = [path for path in _DEVICE_FOLDER.glob("nvidia[0-9]*") if path.name[6:].isdigit()]
+    return tuple(map(str, range(len(present))))
 
 
 def _before_the_first_invalid(named: str) -> list[str]:
-    """Return what CUDA takes of the variable's value: the devices before the first that cannot be one."""
+    """Return what CUDA takes of the variable's value: the devices before the first that cannot be one.
+
+    So there is none in ``-1``, ``none``, ``void`` or ``NoDevFiles``, which tools set to hide all GPUs.
+    """
     devices: list[str] = []
     for name in (part.strip() for part in named.split(",")):
-        if not name or name.startswith("-") or name in devices:
+        if not re.fullmatch(r"[0-9]+|(GPU|MIG)-\S+", name) or name in devices:
             break
         devices.append(name)
     return devices

@@ -94,6 +94,7 @@ def check_suite(
         jobs=options.jobs,
         cancellation=cancellation,
     )
+    is_stopped = False
     try:
         results.write()
         for _, assessment in schedule.results():
@@ -103,7 +104,8 @@ def check_suite(
             listener.ended(assessment)
             if options.fail_fast and assessment.exit_code is not ExitCode.OK and _has_run(assessment):
                 schedule.stop_starting()
-        results.end(Ending.FAIL_FAST if results.not_run else None)
+                is_stopped = True
+        results.end(Ending.FAIL_FAST if is_stopped and results.not_run else None)
     except BaseException as error:
         _end_early(schedule, results, error)
         raise

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from repositories import Repository
+from test_results import read_results
 
+from e2e_registry.comparison import Assessment
+from e2e_registry.config import load_settings
+from e2e_registry.errors import RegistryError
+from e2e_registry.execution import capacity
 from e2e_registry.execution import gpus as gpus_module
 from e2e_registry.execution.capacity import Capacity, Lease
 from e2e_registry.execution.gpus import GpuLock
 from e2e_registry.execution.launcher import Cancellation
 from e2e_registry.execution.suite import Demand, Schedule
+from e2e_registry.operations.machines import LocalMachine
+from e2e_registry.operations.results import Results
+from e2e_registry.operations.selection import Selection, select
+from e2e_registry.operations.suite import check_suite
+from e2e_registry.registration import Registration
 
 DEMANDS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=12)
 
@@ -61,6 +71,55 @@ def test_no_core_or_gpu_is_given_twice_and_every_task_runs(
     assert sorted(result for _, result in schedule.results()) == list(range(len(demands)))
     assert most["cpus"] <= cpus
     assert most["jobs"] <= jobs
+
+
+def test_what_can_never_start_is_an_error_and_not_left_out(repository: Repository) -> None:
+    """Reported: a GPU that was counted for admission and not for leasing left a check at 0, with tests not run."""
+    schedule = Schedule(
+        ["small", "large"],
+        lambda task, lease: task,
+        demand=lambda task: Demand(1, 0) if task == "small" else Demand(1, 1),
+        capacity=Capacity(1, []),
+        jobs=2,
+        cancellation=Cancellation(),
+    )
+    with pytest.raises(RegistryError, match=r"1 test\(s\) cannot start though nothing runs: the first needs 1 core"):
+        list(schedule.results())
+
+    class Miscounting(LocalMachine):
+        def lacks(self, registration: Registration) -> str | None:
+            return None
+
+    repository.write_test("test_gpu", num_gpus=2, profile="cuda")
+    settings = load_settings(repository.root)
+    tests = select(settings, everything=True)
+    results = Results(settings, [test.test_id for test in tests], Selection(everything=True))
+    with pytest.raises(RegistryError):
+        check_suite(tests, settings, results, Silent(), machine=Miscounting(num_cpus=1, devices=("0",)))
+    document = read_results(repository)
+    assert (document["status"], document["why_partial"]) == ("partial", "internal-error")
+    assert document["not_run"] == ["tests/e2e/test_gpu.py"]
+    assert [test["verdict"] for test in document["tests"]] == ["no-standard"]
+
+
+class Silent:
+    def started(self, test_id: str) -> Callable[[str], None]:
+        return lambda line: None
+
+    def ended(self, assessment: Assessment) -> None:
+        """Show nothing."""
+
+
+def test_what_a_machine_has_is_counted_once(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([(), ("0",), ("0",), ("0",)])  # a device file that appears when a driver is first asked
+    monkeypatch.setattr("e2e_registry.operations.machines.visible_gpus", lambda: next(counts))
+    repository.write_test("test_gpu", num_gpus=1, profile="cuda")
+    repository.record()
+    result = repository.cli("check", "--all")
+    assert result.code == 0, result.err
+    document = read_results(repository)
+    assert (document["status"], document["not_run"]) == ("complete", [])
+    assert [test["verdict"] for test in document["tests"]] == ["skipped", "match"]
 
 
 def test_an_interrupt_at_any_point_loses_no_result() -> None:
@@ -300,10 +359,69 @@ def test_where_no_lock_can_be_had_processes_are_all_that_is_looked_at(
     assert case != "a link" or (tmp_path / "precious").read_text() == "content"
 
 
+@pytest.mark.parametrize("named", ["", "-1", "none", "NoDevFiles", "void", "all", " ,0", "gpu0"])
+def test_where_all_gpus_are_hidden_a_test_that_needs_one_is_skipped(
+    gpus: Repository, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    result = check(gpus, "--allow-empty")
+    assert [test["verdict"] for test in result["tests"]] == ["skipped", "skipped"]
+    assert result["tests"][0]["reasons"] == ["needs 1 GPU(s), and 0 are here"]
+
+
+def test_devices_are_named_by_number_in_a_container_that_was_given_another_than_the_first(
+    gpus: Repository, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(gpus_module, "_DEVICE_FOLDER", tmp_path)
+    for name in ("nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    check(gpus)
+    assert devices_of(gpus) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cpus"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/ci/job", {"ci/cpu.max": "300000 100000", "ci/job/cpu.max": "max 100000"}, 3),
+        (
+            "5:cpuset:/docker/1\n4:cpu,cpuacct:/docker/1\n0::/",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "200000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            2,
+        ),
+        (
+            "3:cpu:/ci/job",
+            {"cpu/ci/job/cpu.cfs_quota_us": "50000", "cpu/ci/job/cpu.cfs_period_us": "100000"},
+            1,
+        ),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ("3:memory:/", {"cpu.max": "nonsense"}, 8),
+    ],
+)
+def test_cores_are_those_that_the_quota_of_a_cgroup_of_either_version_leaves(
+    repository: Repository,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    own: str,
+    files: dict[str, str],
+    cpus: int,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(capacity, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(capacity, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(own + "\n")
+    for name, content in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    repository.write_test(num_cpus=64)
+    assert f"num_cpus=64, and this machine has {cpus}:" in repository.cli("check", "--all").out
+
+
 def test_a_test_with_more_cores_than_there_are_runs_alone_with_a_word(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("e2e_registry.execution.capacity.available_cpus", lambda: 2)
     monkeypatch.setattr("e2e_registry.operations.machines.available_cpus", lambda: 2)
     repository.record()
     repository.write_test(num_cpus=64)
