@@ -122,6 +122,10 @@ class LostRunError(RecordingError):
     """A run that was ended with its machine, or cancelled there: nobody knows how it would have ended."""
 
 
+class NotStartedError(LostRunError):
+    """A run that was called off before its recipe began: there is nothing to know of it."""
+
+
 class NothingSelectedError(RegistryError):
     """A selection that is empty, or in which everything was skipped."""
 

@@ -82,7 +82,7 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
     """
     if not sys.stderr.isatty():
         typer.echo(f"running {title}", err=True)
-        yield lambda line: None
+        yield lambda line: _echo_notice(title, line)
         return
     from rich.console import Console
     from rich.markup import escape
@@ -95,6 +95,14 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
             status.update(escape(f"{title}  {line.strip()[:room]}"))
 
         yield show
+
+
+def _echo_notice(title: str, line: str) -> None:
+    """Print why a run does not go on; of what its recipe prints, nothing."""
+    from e2e_registry.execution.notice import Notice
+
+    if isinstance(line, Notice):
+        typer.echo(f"{title}: {line}", err=True)
 
 
 class SuiteProgress:
@@ -136,7 +144,7 @@ class SuiteProgress:
         """Show that a test runs; return what takes each line that its recipe prints."""
         if self._live is None:
             typer.echo(f"running {test}", err=True)
-            return lambda line: None
+            return lambda line: _echo_notice(test, line)
         with self._lock:
             self._lines[test] = ""
 

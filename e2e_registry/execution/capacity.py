@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from e2e_registry.execution.gpus import visible_gpus
+#: Where cgroups are, and which of them this process is in.
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,6 @@ class Capacity:
         self._free_cpus = cpus
         self._free_gpus = list(gpus)
 
-    @classmethod
-    def of_this_machine(cls) -> Capacity:
-        """Return what this process may use of the machine."""
-        return cls(available_cpus(), visible_gpus())
-
     def lease(self, num_cpus: int, num_gpus: int) -> Lease | None:
         """Hand out cores and GPUs; None while too few are free.
 
@@ -63,10 +60,41 @@ class Capacity:
 
 
 def available_cpus() -> int:
-    """Return how many cores this process may use: its affinity, and the quota of its container."""
+    """Return how many cores this process may use: its affinity, and the quotas of its container or service."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cpus, *map(math.ceil, _quotas())]))
+
+
+def _quotas() -> Iterator[float]:
+    """Yield the cores that each cgroup around this process allows, under version 1 or 2 of cgroups.
+
+    A container may be told its path as its host sees it, which is not there: its own cgroup is then at the top.
+    """
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(cpus, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no cgroup v2, or "max": no quota
-        return cpus
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # Version 2 names no controllers; version 1 may mount the controllers of a line together.
+        for top in {_CGROUPS / controllers, _CGROUPS / "cpu" if controllers else _CGROUPS}:
+            own = top / path.lstrip("/")
+            around = [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
+            yield from (quota for quota in map(_quota, around) if quota is not None)
+
+
+def _quota(cgroup: Path) -> float | None:
+    """Return how many cores a cgroup allows at a time; None if it does not say."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((cgroup / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        except OSError:
+            return None
+    try:
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (ValueError, ZeroDivisionError):  # "max"
+        return None

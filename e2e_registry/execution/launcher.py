@@ -211,11 +211,21 @@ class Cancellation:
         self._lock = threading.RLock()  # a signal handler may cancel while this thread is in here
         self._actions: set[Callable[[bytes], None]] = set()
         self._is_cancelled = False
+        self._allows_start = True
 
     @property
     def is_cancelled(self) -> bool:
         """Whether :meth:`cancel` was called; a launch that begins after that ends at once."""
         return self._is_cancelled
+
+    @property
+    def allows_start(self) -> bool:
+        """Whether what still waits for its turn may begin."""
+        return self._allows_start
+
+    def stop_starting(self) -> None:
+        """Have begin nothing that still waits for a device or a node; what runs comes to its end."""
+        self._allows_start = False
 
     def cancel(self, *, hasten: bool = False) -> None:
         """End every launch that was given this object. Returns at once; each launch returns when all is ended.
@@ -223,6 +233,7 @@ class Cancellation:
         Args:
             hasten: Spare the recipes no time to end by themselves.
         """
+        self.stop_starting()
         with self._lock:
             self._is_cancelled = True
             for action in tuple(self._actions):

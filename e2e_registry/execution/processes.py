@@ -92,6 +92,23 @@ def watch(pid: int) -> int | None:
         return None
 
 
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file, for whoever holds this descriptor of it; return False if it is locked by another, at once.
+
+    The lock ends when the descriptor is closed: with its process at the latest, however that ends.
+
+    Raises:
+        OSError: The file's system has no locks.
+    """
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def read_process(pid: int) -> Process | None:
     """Return what ``/proc`` says of ``pid``, or None if there is no such process."""
     try:

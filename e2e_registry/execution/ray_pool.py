@@ -28,6 +28,7 @@ from e2e_registry.errors import LostRunError, RegistryError, UsageError
 from e2e_registry.execution import supervisor
 from e2e_registry.execution.capacity import available_cpus
 from e2e_registry.execution.launcher import Cancellation
+from e2e_registry.execution.notice import Notice
 from e2e_registry.execution.working_tree import WorkingTree
 
 #: The address that starts a cluster on this machine.
@@ -345,7 +346,7 @@ def _wait_holding_cores(ref: Any) -> Any:
 
 
 class _Throttle:
-    """Passes on one line in :data:`_SHOW_S` at most."""
+    """Passes on one line in :data:`_SHOW_S` at most, and every notice."""
 
     def __init__(self, send: Callable[[str], object]) -> None:
         self._send = send
@@ -353,6 +354,8 @@ class _Throttle:
 
     def __call__(self, line: str) -> None:
         now = time.monotonic()
-        if line.strip() and now >= self._next:
+        if isinstance(line, Notice):  # said once
+            self._send(line)
+        elif line.strip() and now >= self._next:
             self._next = now + _SHOW_S
             self._send(line[:400])

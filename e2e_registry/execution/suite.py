@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from e2e_registry.errors import RegistryError
 from e2e_registry.execution.capacity import Capacity, Lease
 from e2e_registry.execution.launcher import Cancellation
 
@@ -68,14 +69,16 @@ class Schedule(Generic[T, R]):
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def stop_starting(self) -> None:
-        """Start no further task; those that run come to their end."""
+        """Start no further task, and have those give up that wait for something; those that run come to their end."""
         self._waiting.clear()
+        self._cancellation.stop_starting()
 
     def results(self) -> Iterator[tuple[T, R]]:
         """Yield each task with its result as it ends.
 
         Raises:
             BaseException: What ``work`` raised.
+            RegistryError: What still waits does not fit though nothing runs: it never would.
         """
         self._start_what_fits()
         while self._running:
@@ -85,6 +88,13 @@ class Schedule(Generic[T, R]):
             yield end.task, end.result  # type: ignore[misc]  # without an error there is a result
             self._forget(end)
             self._start_what_fits()
+        if self._waiting:
+            first = self._demand(self._waiting[0])
+            raise RegistryError(
+                f"{len(self._waiting)} test(s) cannot start though nothing runs: the first needs "
+                f"{first.num_cpus} core(s) and {first.num_gpus} GPU(s)",
+                hint="this is a fault of e2e-registry: what does not fit should have been skipped",
+            )
 
     def drain(self) -> Iterator[tuple[T, R]]:
         """End what runs, start nothing, and yield what still came to a result.

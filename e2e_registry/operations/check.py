@@ -12,7 +12,7 @@ from e2e_registry.comparison.assessment import Repeat, RepeatLabel
 from e2e_registry.comparison.policy_change import policy_changes
 from e2e_registry.config import Settings
 from e2e_registry.environment import difference
-from e2e_registry.errors import LostRunError, RegistryError
+from e2e_registry.errors import LostRunError, NotStartedError, RegistryError
 from e2e_registry.execution.capacity import Lease
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation
 from e2e_registry.operations.machines import LocalMachine, Machine, skip_reason
@@ -52,6 +52,9 @@ def check_test(
         machine: Where to run it; here by default.
         lease: What of the machine the test was given.
         repeats: How often a mismatching test is run again. That labels the mismatch and never changes the verdict.
+
+    Raises:
+        NotStartedError: It was called off before its recipe began.
     """
     machine = machine or LocalMachine()
     reason = skip_reason(registration, machine)
@@ -74,6 +77,8 @@ def check_test(
         remark = machine.remark(registration)
         warnings = [*assessment.warnings, *([] if remark is None else [remark])]
         return dataclasses.replace(assessment, quarantine=quarantine, warnings=warnings)
+    except NotStartedError:
+        raise
     except LostRunError as error:
         reason = "the check was ended before the recipe was" if _is_cancelled(cancellation) else str(error)
         subject = registration.test_id
@@ -107,11 +112,14 @@ def _repeat(
     """Run a mismatching test again until a run disagrees with the first, or ``repeats`` runs agree.
 
     Returns:
-        What that showed; None if somebody ended one of the runs.
+        What that showed; None if somebody ended one of the runs, or it was lost.
     """
     paths: list[str] = []
     for _ in range(repeats):
-        run = run_once()
+        try:
+            run = run_once()
+        except LostRunError:
+            return None
         if run.is_interrupted:
             return None
         paths.append(display_path(run.path, settings))

@@ -193,23 +193,24 @@ def run_on_node(
         )
     top = Path.cwd()
     _restore_links(top, order.links)
-    devices = visible_gpus()[: order.registration.num_gpus]
-    order.gpus.admit(devices, on_wait=on_line, is_cancelled=lambda: cancellation.is_cancelled)
     caller = node_environment(os.environ, order.variables, top, order.python_path)
-    if devices:
-        caller[VISIBLE_VARIABLE] = ",".join(devices)
     scratch = Path(tempfile.mkdtemp(prefix="e2e-registry-run-"))
+    given_by_ray = visible_gpus() if order.registration.num_gpus else ()
+    admitted = order.gpus.admit(
+        given_by_ray, order.registration.num_gpus, on_wait=on_line, allows_start=lambda: cancellation.allows_start
+    )
     try:
         run_dir = scratch / "run"
-        child = launch_test(
-            order.registration,
-            dataclasses.replace(order.settings, root=top / order.root),
-            run_dir,
-            {**order.facts, "ray": {"node": attempt.node, "attempt": attempt.number}},
-            caller=caller,
-            on_line=on_line,
-            cancellation=cancellation,
-        )
+        with admitted as devices:
+            child = launch_test(
+                order.registration,
+                dataclasses.replace(order.settings, root=top / order.root),
+                run_dir,
+                {**order.facts, "ray": {"node": attempt.node, "attempt": attempt.number}},
+                caller={**caller, **({VISIBLE_VARIABLE: ",".join(devices)} if devices else {})},
+                on_line=on_line,
+                cancellation=cancellation,
+            )
         return pack(run_dir, child)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

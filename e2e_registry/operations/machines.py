@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from e2e_registry.config import Settings
@@ -50,31 +50,36 @@ def skip_reason(registration: Registration, machine: Machine) -> str | None:
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """This machine.
+    """This machine. What it has is counted once, so that a test which is said to fit does fit.
 
     Attributes:
         gpus: When a test may use its GPUs.
+        num_cpus: Cores that this process may use.
+        devices: GPUs that it may use, as ``CUDA_VISIBLE_DEVICES`` names them.
     """
 
     gpus: GpuAdmission = WHEN_EMPTY
+    num_cpus: int = field(default_factory=lambda: available_cpus())
+    devices: tuple[str, ...] = field(default_factory=lambda: visible_gpus())
 
     @property
     def capacity(self) -> Capacity:
         """A new account of cores and GPUs."""
-        return Capacity.of_this_machine()
+        return Capacity(self.num_cpus, self.devices)
 
     def lacks(self, registration: Registration) -> str | None:
         """Return why the test cannot run here: too few GPUs."""
-        # Asked of every waiting test whenever one ends: most need no look at the devices.
-        here = len(visible_gpus()) if registration.num_gpus else 0
+        here = len(self.devices)
         return None if registration.num_gpus <= here else f"needs {registration.num_gpus} GPU(s), and {here} are here"
 
     def remark(self, registration: Registration) -> str | None:
         """Say that the test has fewer cores than it was registered with."""
-        cpus = available_cpus()
-        if registration.num_cpus <= cpus:
+        if registration.num_cpus <= self.num_cpus:
             return None
-        return f"registered with num_cpus={registration.num_cpus}, and this machine has {cpus}: it ran alone on those"
+        return (
+            f"registered with num_cpus={registration.num_cpus}, and this machine has {self.num_cpus}: "
+            "it ran alone on those"
+        )
 
     def run(
         self,
@@ -85,7 +90,7 @@ class LocalMachine:
         on_line: Callable[[str], None] | None,
         cancellation: Cancellation | None,
     ) -> ObservedRun:
-        """Run the test on the devices of its lease, once they are empty."""
+        """Run the test on the devices of its lease, or on others if these are not free, once there are enough."""
         return run_test(
             registration,
             settings,

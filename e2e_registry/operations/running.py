@@ -180,30 +180,38 @@ def run_test(
         cancellation: Ends the run from another thread.
         is_pinned: Whether the profile's variables are set; without them the run is judged by the profile all the same.
         instrument: Adds variables that observe the run.
-        devices: The GPUs that the recipe may use, as ``CUDA_VISIBLE_DEVICES`` names them; by default the first that
-            are here, as many as the test was registered with. A test without GPUs keeps the caller's variable.
+        devices: GPUs that a scheduler has given to the test, as ``CUDA_VISIBLE_DEVICES`` names them: it takes others
+            only if these are not free and others are. By default the first that are free, as many as the test was
+            registered with. A test without GPUs keeps the caller's variable.
         gpus: When it may use them.
 
     Raises:
-        RefusedError: Somebody else computes on its GPUs.
+        RefusedError: Too few GPUs are free.
+        NotStartedError: It was called off before that.
         RegistrationError: A variable that the registration names is not set.
         StorageError: The run directory cannot be written.
     """
-    if devices is None:
-        devices = visible_gpus()[: registration.num_gpus]
-    gpus.admit(devices, on_wait=on_line, is_cancelled=lambda: cancellation is not None and cancellation.is_cancelled)
-    run_dir = new_run_dir(settings, registration.stem)
-    child = launch_test(
-        registration,
-        settings,
-        run_dir,
-        declared_facts(registration, settings),
-        caller={**callers_environment(), **({VISIBLE_VARIABLE: ",".join(devices)} if devices else {})},
-        on_line=on_line,
-        cancellation=cancellation,
-        is_pinned=is_pinned,
-        instrument=instrument,
+    here = visible_gpus() if registration.num_gpus else ()
+    admitted = gpus.admit(
+        here if devices is None else devices,
+        registration.num_gpus,
+        spare=() if devices is None else [device for device in here if device not in devices],
+        on_wait=on_line,
+        allows_start=lambda: cancellation is None or cancellation.allows_start,
     )
+    with admitted as given:
+        run_dir = new_run_dir(settings, registration.stem)
+        child = launch_test(
+            registration,
+            settings,
+            run_dir,
+            declared_facts(registration, settings),
+            caller={**callers_environment(), **({VISIBLE_VARIABLE: ",".join(given)} if given else {})},
+            on_line=on_line,
+            cancellation=cancellation,
+            is_pinned=is_pinned,
+            instrument=instrument,
+        )
     return load_run(run_dir, settings, child=child)
 
 

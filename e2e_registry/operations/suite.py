@@ -8,7 +8,7 @@ from typing import Protocol
 
 from e2e_registry.comparison import Assessment, TestVerdict
 from e2e_registry.config import Settings
-from e2e_registry.errors import ExitCode, StorageError
+from e2e_registry.errors import ExitCode, NotStartedError, StorageError
 from e2e_registry.execution.capacity import Lease
 from e2e_registry.execution.launcher import Cancellation
 from e2e_registry.execution.suite import Demand, Schedule
@@ -72,16 +72,19 @@ def check_suite(
     machine = machine or LocalMachine()
     cancellation = Cancellation()
 
-    def work(registration: Registration, lease: Lease | None) -> Assessment:
-        return check_test(
-            registration,
-            settings,
-            on_line=listener.started(registration.test_id),
-            cancellation=cancellation,
-            machine=machine,
-            lease=lease,
-            repeats=options.repeats,
-        )
+    def work(registration: Registration, lease: Lease | None) -> Assessment | None:
+        try:
+            return check_test(
+                registration,
+                settings,
+                on_line=listener.started(registration.test_id),
+                cancellation=cancellation,
+                machine=machine,
+                lease=lease,
+                repeats=options.repeats,
+            )
+        except NotStartedError:  # so that it stays among those that were not run
+            return None
 
     schedule = Schedule(
         _in_starting_order(registrations, options.jobs),
@@ -91,14 +94,18 @@ def check_suite(
         jobs=options.jobs,
         cancellation=cancellation,
     )
+    is_stopped = False
     try:
         results.write()
         for _, assessment in schedule.results():
+            if assessment is None:
+                continue
             results.add(assessment)
             listener.ended(assessment)
             if options.fail_fast and assessment.exit_code is not ExitCode.OK and _has_run(assessment):
                 schedule.stop_starting()
-        results.end(Ending.FAIL_FAST if results.not_run else None)
+                is_stopped = True
+        results.end(Ending.FAIL_FAST if is_stopped and results.not_run else None)
     except BaseException as error:
         _end_early(schedule, results, error)
         raise
@@ -122,11 +129,12 @@ def _has_run(assessment: Assessment) -> bool:
     return assessment.verdict is not TestVerdict.SKIPPED
 
 
-def _end_early(schedule: Schedule[Registration, Assessment], results: Results, error: BaseException) -> None:
+def _end_early(schedule: Schedule[Registration, Assessment | None], results: Results, error: BaseException) -> None:
     """End every recipe and write what is known; what cannot be written is lost, and the first error stays the one."""
     for _, assessment in schedule.drain():
         try:
-            results.add(assessment)
+            if assessment is not None:
+                results.add(assessment)
         except StorageError:
             continue
     try:

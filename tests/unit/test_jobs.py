@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from repositories import Repository
+from test_results import read_results
 
-from e2e_registry.execution import supervisor
+from e2e_registry.comparison import Assessment
+from e2e_registry.config import load_settings
+from e2e_registry.errors import RegistryError
+from e2e_registry.execution import capacity, supervisor
+from e2e_registry.execution import gpus as gpus_module
 from e2e_registry.execution.capacity import Capacity, Lease
+from e2e_registry.execution.gpus import GpuLock
 from e2e_registry.execution.launcher import Cancellation
 from e2e_registry.execution.suite import Demand, Schedule
+from e2e_registry.operations.machines import LocalMachine
+from e2e_registry.operations.results import Results
+from e2e_registry.operations.selection import Selection, select
+from e2e_registry.operations.suite import check_suite
+from e2e_registry.registration import Registration
 
 DEMANDS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=12)
 
@@ -58,6 +72,55 @@ def test_no_core_or_gpu_is_given_twice_and_every_task_runs(
     assert sorted(result for _, result in schedule.results()) == list(range(len(demands)))
     assert most["cpus"] <= cpus
     assert most["jobs"] <= jobs
+
+
+def test_what_can_never_start_is_an_error_and_not_left_out(repository: Repository) -> None:
+    """Reported: a GPU that was counted for admission and not for leasing left a check at 0, with tests not run."""
+    schedule = Schedule(
+        ["small", "large"],
+        lambda task, lease: task,
+        demand=lambda task: Demand(1, 0) if task == "small" else Demand(1, 1),
+        capacity=Capacity(1, []),
+        jobs=2,
+        cancellation=Cancellation(),
+    )
+    with pytest.raises(RegistryError, match=r"1 test\(s\) cannot start though nothing runs: the first needs 1 core"):
+        list(schedule.results())
+
+    class Miscounting(LocalMachine):
+        def lacks(self, registration: Registration) -> str | None:
+            return None
+
+    repository.write_test("test_gpu", num_gpus=2, profile="cuda")
+    settings = load_settings(repository.root)
+    tests = select(settings, everything=True)
+    results = Results(settings, [test.test_id for test in tests], Selection(everything=True))
+    with pytest.raises(RegistryError):
+        check_suite(tests, settings, results, Silent(), machine=Miscounting(num_cpus=1, devices=("0",)))
+    document = read_results(repository)
+    assert (document["status"], document["why_partial"]) == ("partial", "internal-error")
+    assert document["not_run"] == ["tests/e2e/test_gpu.py"]
+    assert [test["verdict"] for test in document["tests"]] == ["no-standard"]
+
+
+class Silent:
+    def started(self, test_id: str) -> Callable[[str], None]:
+        return lambda line: None
+
+    def ended(self, assessment: Assessment) -> None:
+        """Show nothing."""
+
+
+def test_what_a_machine_has_is_counted_once(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([(), ("0",), ("0",), ("0",)])  # a device file that appears when a driver is first asked
+    monkeypatch.setattr("e2e_registry.operations.machines.visible_gpus", lambda: next(counts))
+    repository.write_test("test_gpu", num_gpus=1, profile="cuda")
+    repository.record()
+    result = repository.cli("check", "--all")
+    assert result.code == 0, result.err
+    document = read_results(repository)
+    assert (document["status"], document["not_run"]) == ("complete", [])
+    assert [test["verdict"] for test in document["tests"]] == ["skipped", "match"]
 
 
 def test_an_interrupt_at_any_point_loses_no_result() -> None:
@@ -144,17 +207,37 @@ GPU_RECIPE = """
 """
 
 
+#: Fails if another recipe is on its GPU; ends once as many run as should at the same time.
+CLAIMING_RECIPE = """
+    import os, pathlib, time
+    from e2e_registry import MetricRecorder
+    marks = pathlib.Path(os.environ["MARKS"])
+    mark = marks / os.environ["CUDA_VISIBLE_DEVICES"]
+    mark.touch(exist_ok=False)
+    deadline = time.monotonic() + 60
+    while len(list(marks.iterdir())) < int(os.environ["TOGETHER"]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with MetricRecorder() as recorder:
+        recorder.log({"together": len(list(marks.iterdir()))}, step=0)
+    time.sleep(2)
+    mark.unlink()
+"""
+
+
 @pytest.fixture
-def gpus(repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+def gpus(repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
     """A machine of GPUs 4 and 7, as far as the tool can tell: a stand-in for nvidia-smi answers."""
     tools, marks = tmp_path / "bin", tmp_path / "marks"
     tools.mkdir()
     marks.mkdir()
+    # Nobody else's: runs of this machine lock their GPUs by these names.
+    names = [f"GPU-{uuid.uuid4()}" for _ in range(2)]
+    (tools / "uuids").write_text("\n".join(names))
     (tools / "apps.csv").write_text("")
     script = tools / "nvidia-smi"
     script.write_text(
         '#!/bin/sh\ncase "$1" in\n'
-        '  *query-gpu*) printf "4, GPU-aaaa-1\\n7, GPU-bbbb-2\\n" ;;\n'
+        f'  *query-gpu*) printf "4, {names[0]}\\n7, {names[1]}\\n" ;;\n'
         f'  *) cat "{tools}/apps.csv"; [ -e "{tools}/once" ] && : > "{tools}/apps.csv" ;;\n'
         "esac\nexit 0\n"
     )
@@ -169,13 +252,19 @@ def gpus(repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     repository.write_recipe(body=GPU_RECIPE)
     for name in ("test_one", "test_two"):
         repository.write_test(name, metrics=["devices", "together"], observe=None, num_gpus=1)
-    return repository
+    yield repository
+    for name in names:
+        Path(f"/tmp/e2e-registry-{name}.lock").unlink(missing_ok=True)
 
 
 def check(repository: Repository, *options: str) -> dict[str, Any]:
     result = repository.cli("check", "--all", "--json", *options)
     assert result.out, result.err
     return {"code": result.code, "tests": result.json["tests"], "err": result.err}
+
+
+def uuids_of(repository: Repository) -> list[str]:
+    return (repository.root.parent / "bin/uuids").read_text().split()
 
 
 def devices_of(repository: Repository) -> list[str]:
@@ -208,7 +297,13 @@ def test_a_busy_gpu_is_waited_for_and_then_refused_and_its_process_lives(
     apps = gpus.root.parent / "bin" / "apps.csv"
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        apps.write_text(f"GPU-aaaa-1, {other.pid}, /opt/a,b/train, 70000 MiB\n")
+        uuid_of_4, uuid_of_7 = uuids_of(gpus)
+        apps.write_text(f"{uuid_of_4}, {other.pid}, /opt/a,b/train, 70000 MiB\n")
+        assert [test["verdict"] for test in check(gpus)["tests"]] == ["no-standard", "no-standard"]
+        assert devices_of(gpus) == ["7"]  # which is empty
+        (gpus.root.parent / "marks/7").unlink()
+        with apps.open("a") as file:
+            file.write(f"{uuid_of_7}, {other.pid}, train, 12 MiB\n")
         refused = check(gpus, "--gpu-wait", "0.2")
         assert refused["code"] == 2
         one, two = refused["tests"]
@@ -216,16 +311,14 @@ def test_a_busy_gpu_is_waited_for_and_then_refused_and_its_process_lives(
         assert "--allow-busy-gpus" in one["error"]
         assert one["verdict"] == two["verdict"] == "error"
         assert devices_of(gpus) == []
-        beside = check(gpus, "--gpu-wait", "0", "--jobs", "2")
-        assert [test["verdict"] for test in beside["tests"]] == ["error", "no-standard"]  # GPU 7 is empty
-        assert devices_of(gpus) == ["7"]
+        assert refused["err"].count(f"waiting for GPU 4: pid {other.pid} /opt/a,b/train (70000 MiB); GPU 7: ") == 2
         for command in ("record", "run", "repeat", "seeds", "doctor"):  # whatever runs a test waits as the check does
             busy = gpus.cli(command, "--test", "tests/e2e/test_one.py", "--gpu-wait", "0")
             assert busy.code == 2, command
             assert f"GPU 4: pid {other.pid}" in busy.err
-        assert devices_of(gpus) == ["7"]
+        assert devices_of(gpus) == []
         assert gpus.cli("record", "--test", "tests/e2e/test_one.py", "--allow-busy-gpus").code == 0
-        assert devices_of(gpus) == ["4", "7"]
+        assert devices_of(gpus) == ["4"]
         shutil.rmtree(gpus.root / "tests/ci")
         allowed = check(gpus, "--allow-busy-gpus")
         assert [test["verdict"] for test in allowed["tests"]] == ["no-standard", "no-standard"]
@@ -237,10 +330,138 @@ def test_a_busy_gpu_is_waited_for_and_then_refused_and_its_process_lives(
         other.wait()
 
 
+@pytest.mark.parametrize("num_gpus_here", [2, 1])
+@pytest.mark.parametrize("how", ["two checks", "two runs", "pytest -n 2"])
+def test_runs_that_know_nothing_of_each_other_share_no_gpu(
+    gpus: Repository, monkeypatch: pytest.MonkeyPatch, how: str, num_gpus_here: int
+) -> None:
+    """Nor before their processes show on it. They run at the same time on two GPUs, one after the other on one."""
+    monkeypatch.setenv("TOGETHER", str(num_gpus_here))
+    gpus.write_recipe(body=CLAIMING_RECIPE)
+    tests = [gpus.write_test(f"test_{name}", metrics=["together"], observe=None, num_gpus=1) for name in ("one", "two")]
+    names = ["4,7", "4,7"] if num_gpus_here == 2 else ["4", uuids_of(gpus)[0]]
+    environments = [{**os.environ, "CUDA_VISIBLE_DEVICES": devices} for devices in names]
+    tool = [sys.executable, "-m"]
+    commands = {
+        "two checks": [[*tool, "e2e_registry", "check", "--test", test] for test in tests],
+        "two runs": [[*tool, "e2e_registry", "run", "--test", test] for test in tests],
+        "pytest -n 2": [[*tool, "pytest", "-p", "no:cacheprovider", "--e2e", "-n", "2", *tests]],
+    }
+    started = [
+        subprocess.Popen(
+            command, cwd=gpus.root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for command, environment in zip(commands[how], environments, strict=False)
+    ]
+    output = "".join(text for process in started for text in process.communicate(timeout=120))
+    recorded = [
+        line
+        for run in gpus.runs
+        for line in (run / "metrics.main.rank0.jsonl").read_text().splitlines()
+        if "together" in line
+    ]
+    assert len(recorded) == 2, output
+    assert all(f'"together": {num_gpus_here}' in line for line in recorded), recorded
+    if num_gpus_here == 1 and how != "pytest -n 2":
+        assert "another run of e2e-registry, pid " in output
+
+
+def test_a_locked_gpu_is_refused_by_whatever_name_and_its_holder_named(gpus: Repository) -> None:
+    name = uuids_of(gpus)[0]
+    lock = GpuLock.take("4", name)
+    assert isinstance(lock, GpuLock)
+    assert lock.is_held
+    for device in ("4", name, name[:12]):
+        result = gpus.command(
+            "run", "--test", "tests/e2e/test_one.py", "--gpu-wait", "0", env={"CUDA_VISIBLE_DEVICES": device}
+        )
+        assert result.code == 2, result.err
+        assert f"still in use after 0 s: GPU {device}: another run of e2e-registry, pid {os.getpid()} (" in result.err
+    lock.release()
+    assert gpus.cli("run", "--test", "tests/e2e/test_one.py", "--gpu-wait", "0").code == 0
+
+
+@pytest.mark.parametrize("case", ["a link", "a folder", "nobody may write"])
+def test_where_no_lock_can_be_had_processes_are_all_that_is_looked_at(
+    gpus: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.setattr(gpus_module, "_LOCK_FOLDER", tmp_path)
+    path = tmp_path / f"e2e-registry-{uuids_of(gpus)[0]}.lock"
+    if case == "a link":
+        path.symlink_to(tmp_path / "precious")
+        (tmp_path / "precious").write_text("content")
+    elif case == "a folder":
+        path.mkdir()
+    else:
+        monkeypatch.setattr(gpus_module, "_LOCK_FOLDER", Path("/proc"))
+    assert gpus.cli("run", "--test", "tests/e2e/test_one.py", "--gpu-wait", "0").code == 0
+    assert devices_of(gpus) == ["4"]
+    assert case != "a link" or (tmp_path / "precious").read_text() == "content"
+
+
+@pytest.mark.parametrize("named", ["", "-1", "none", "NoDevFiles", "void", "all", " ,0", "gpu0"])
+def test_where_all_gpus_are_hidden_a_test_that_needs_one_is_skipped(
+    gpus: Repository, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    result = check(gpus, "--allow-empty")
+    assert [test["verdict"] for test in result["tests"]] == ["skipped", "skipped"]
+    assert result["tests"][0]["reasons"] == ["needs 1 GPU(s), and 0 are here"]
+
+
+def test_devices_are_named_by_number_in_a_container_that_was_given_another_than_the_first(
+    gpus: Repository, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(gpus_module, "_DEVICE_FOLDER", tmp_path)
+    for name in ("nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    check(gpus)
+    assert devices_of(gpus) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cpus"),
+    [
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/ci/job", {"ci/cpu.max": "300000 100000", "ci/job/cpu.max": "max 100000"}, 3),
+        (
+            "5:cpuset:/docker/1\n4:cpu,cpuacct:/docker/1\n0::/",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "200000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            2,
+        ),
+        (
+            "3:cpu:/ci/job",
+            {"cpu/ci/job/cpu.cfs_quota_us": "50000", "cpu/ci/job/cpu.cfs_period_us": "100000"},
+            1,
+        ),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        ("3:memory:/", {"cpu.max": "nonsense"}, 8),
+    ],
+)
+def test_cores_are_those_that_the_quota_of_a_cgroup_of_either_version_leaves(
+    repository: Repository,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    own: str,
+    files: dict[str, str],
+    cpus: int,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(capacity, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(capacity, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(own + "\n")
+    for name, content in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content + "\n")
+    repository.write_test(num_cpus=64)
+    assert f"num_cpus=64, and this machine has {cpus}:" in repository.cli("check", "--all").out
+
+
 def test_a_test_with_more_cores_than_there_are_runs_alone_with_a_word(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("e2e_registry.execution.capacity.available_cpus", lambda: 2)
     monkeypatch.setattr("e2e_registry.operations.machines.available_cpus", lambda: 2)
     repository.record()
     repository.write_test(num_cpus=64)
