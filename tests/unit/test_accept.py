@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import stat
@@ -419,6 +420,8 @@ def at_terminal(repository: Repository, artifact: Path, keys: str) -> tuple[int,
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not select.select([terminal], [], [], 0.2)[0]:
+            if not pending and keys[-1] == "\x04":  # lost while the line editor set the terminal up
+                os.write(terminal, b"\x04")
             continue
         try:
             shown += os.read(terminal, 4096)
@@ -453,6 +456,13 @@ def test_accept_reject_and_skip_at_a_terminal(repository: Repository, tmp_path: 
         ("test_b", "unchanged"),
         ("test_c", "unchanged"),
     ]
+    repository.write_recipe("SCALE = 3.0")
+    repository.commit()
+    later = artifact_of(repository, tmp_path, code=1)
+    # Ctrl-D is "q": what was written before it is told.
+    code, shown = at_terminal(repository, later, "a\x04")
+    assert code == 0, shown
+    assert re.sub("\x1b.*?m", "", shown).splitlines()[-2].startswith("3 runs: 1 accepted, 2 skipped"), shown
 
 
 # ------------------------------------------------------------------------------------------------ hostile artifacts

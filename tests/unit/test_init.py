@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pty
+import select
 import shutil
 import subprocess
 import sys
@@ -295,3 +296,28 @@ def edit(file: Path, line: str, old: str, new: str) -> None:
     end = next(number for number in range(at, len(lines)) if old in lines[number])
     lines[end] = lines[end].replace(old, new)
     file.write_text("".join(lines))
+
+
+@pytest.mark.parametrize(("key", "code"), [("\x04", 2), ("\x03", 130)])
+@pytest.mark.parametrize("num_answers", [0, 3])
+def test_a_question_that_nobody_answers_writes_nothing(folder: Path, num_answers: int, key: str, code: int) -> None:
+    """Ctrl-D and Ctrl-C, at the first question and at the one about a file in the way."""
+    (folder / "scripts").mkdir()
+    (folder / RECIPE).write_text("theirs")
+    before = contents(folder)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.execv(sys.executable, [sys.executable, "-m", "e2e_registry", "init"])
+    shown, typed = b"", ["\n"] * num_answers + [key]
+    with contextlib.suppress(OSError):  # the other end is gone
+        while True:
+            if select.select([terminal], [], [], 0.5)[0]:
+                shown += os.read(terminal, 4096)
+            elif shown.count(b": ") > num_answers + 1 - len(typed):
+                # Again until it is taken: what is typed while the line editor sets the terminal up is lost.
+                os.write(terminal, (typed.pop(0) if len(typed) > 1 else key).encode())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code, shown
+    assert (b"replace" in shown) == bool(num_answers)
+    assert b"internal error" not in shown
+    assert contents(folder) == before
