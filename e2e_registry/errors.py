@@ -7,9 +7,11 @@ command line is a fault of this package and ends with :attr:`ExitCode.INTERNAL`.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import ClassVar
@@ -136,6 +138,30 @@ class StorageError(RegistryError):
     """A file cannot be read or written."""
 
     exit_code = ExitCode.STORAGE
+
+
+def unusable_file(error: OSError) -> StorageError | None:
+    """Return what a user is told of an error of the system that names a file; None if it names none.
+
+    A path that cannot be looked at (its folder may not be searched, its name is too long, a link leads in a circle)
+    fails wherever it is first touched. An error without a file is no user's doing.
+    """
+    if error.filename is None:
+        return None
+    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+    return StorageError(f"cannot be used: {error.strerror or error}", where=name)
+
+
+@contextlib.contextmanager
+def usable_files() -> Iterator[None]:
+    """Raise what :func:`unusable_file` makes of an error: where one of several things may fail, and the rest go on."""
+    try:
+        yield
+    except OSError as error:
+        unusable = unusable_file(error)
+        if unusable is None:
+            raise
+        raise unusable from error
 
 
 class ArtifactError(StorageError):

@@ -155,7 +155,11 @@ class _Review:
 
         while True:
             keys = [*KEYS, "?"]
-            answer = Prompt.ask("  accept, reject or skip?", console=self.console, choices=keys)
+            try:
+                answer = Prompt.ask("  accept, reject or skip?", console=self.console, choices=keys)
+            except EOFError:
+                self.console.print()
+                answer = "q"
             if answer == "?":
                 print_keys(self.console)
                 continue

@@ -37,7 +37,7 @@ from e2e_registry.cli import (
 )
 from e2e_registry.cli.output import lasting_output
 from e2e_registry.cli.parsing import CommandAfterDashes, ManyValues
-from e2e_registry.errors import ExitCode, RegistryError
+from e2e_registry.errors import ExitCode, RegistryError, UsageError, usable_files
 
 #: Set to see the traceback of an internal error.
 DEBUG_VARIABLE = "E2E_REGISTRY_DEBUG"
@@ -62,18 +62,21 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
-            command(*args, **kwargs)
+            with usable_files():
+                command(*args, **kwargs)
         except (typer.Exit, typer.Abort, typer.TyperException):
             raise
         except RegistryError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(error.exit_code) from None
+            raise _failed(error) from None
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(ExitCode.INTERRUPTED) from None
         except Terminated:
             typer.echo("terminated", err=True)
             raise typer.Exit(ExitCode.TERMINATED) from None
+        except EOFError:
+            unanswered = UsageError("a question was not answered", hint="answer on a terminal, or pass --yes")
+            raise _failed(unanswered) from None
         except Exception as error:  # noqa: BLE001  # whatever it is, a user gets a message and exit code 70
             if os.environ.get(DEBUG_VARIABLE):
                 traceback.print_exc()
@@ -84,6 +87,11 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(ExitCode.INTERNAL) from None
 
     return guarded
+
+
+def _failed(error: RegistryError) -> typer.Exit:
+    typer.echo(f"error: {error}", err=True)
+    return typer.Exit(error.exit_code)
 
 
 def _show_version(value: bool) -> None:

@@ -94,6 +94,8 @@ def _choices(
 
 def _settled(planned: Sequence[PlannedFile], *, force: bool, is_interactive: bool) -> list[PlannedFile]:
     """Decide what becomes of the files that are in the way, before anything is written."""
+    from rich.prompt import Confirm
+
     from e2e_registry.errors import RefusedError
     from e2e_registry.operations.scaffold import FileState, resolved
 
@@ -106,7 +108,7 @@ def _settled(planned: Sequence[PlannedFile], *, force: bool, is_interactive: boo
     settled = []
     for file in planned:
         if file.state is FileState.CONFLICT:
-            replace = force or typer.confirm(f"replace {file.path}?", default=False)
+            replace = force or Confirm.ask(f"replace {file.path}?", default=False)
             file = resolved(file, replace=replace)
         settled.append(file)
     return settled

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from e2e_registry.cli import options
-from e2e_registry.cli.output import print_json
+from e2e_registry.cli.output import print_json, require_output
 
 if TYPE_CHECKING:
     from e2e_registry.config import Settings
@@ -43,6 +43,7 @@ def list_(
     else:
         rows = [(e.registration, e.measured.median_s if e.measured else None, e.platforms) for e in listed]
         print_tests(rows, make_console())
+    require_output()
 
 
 def show(
@@ -58,8 +59,9 @@ def show(
     standards = standards_of(target, settings, platform=platform)
     if json:
         print_json({"standards": [_to_json(standard, settings, metric) for standard in standards]})
-        return
-    _print(standards, settings, metric)
+    else:
+        _print(standards, settings, metric)
+    require_output()
 
 
 def _print(standards: list[Standard], settings: Settings, metric: str | None) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from e2e_registry.cli import options
-from e2e_registry.cli.output import print_json
+from e2e_registry.cli.output import print_json, require_output
 from e2e_registry.errors import ExitCode, NothingSelectedError, UsageError
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def _print_documentation(explain: str | None, output: LintFormat) -> None:
         print_json(document)
     else:
         typer.echo(text)
+    require_output()
 
 
 @contextlib.contextmanager

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import errno
+import io
 import json
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
+
+from e2e_registry.errors import StorageError
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -21,33 +26,58 @@ if TYPE_CHECKING:
 _SHOWN = 16
 
 
+#: What the few symbols of reports become where the stream's encoding lacks them.
+_FALLBACKS = {"→": "->", "…": "...", "─": "-"}
+_IN_ENCODING = "e2e-registry.in-encoding"
+
+
+def _in_encoding(error: UnicodeError) -> tuple[str, int]:
+    """Write what an encoding lacks in ASCII: a report's symbols by their like, all else as an escape sequence."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(_FALLBACKS.get(c, c.encode("ascii", "backslashreplace").decode()) for c in lacking), error.end
+
+
+codecs.register_error(_IN_ENCODING, _in_encoding)
+
+
 class _LastingStream:
-    """A stream whose reader may leave early, as ``head`` does: what nobody reads any more is dropped.
+    """A stream that takes whatever is written to it: what cannot be delivered is dropped.
 
     A command that ended there would not come to its verdict, and whatever it exited with would be taken for one.
+
+    Attributes:
+        failure: Why something was lost; None for a reader that left early, as ``head`` does: it has what it wanted.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    #: Typer writes past a stream of ASCII, to its buffer.
+    buffer = None
+
+    def __init__(self, stream: TextIO, failure: OSError | None = None) -> None:
         self._stream = stream
+        self.failure = failure
 
     def write(self, text: str) -> int:
-        try:
+        with self._lasting():
             return self._stream.write(text)
-        except BrokenPipeError:
-            self._drop()
-            return len(text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
+        with self._lasting():
             self._stream.flush()
-        except BrokenPipeError:
-            self._drop()
 
-    def _drop(self) -> None:
-        # What is left in the stream's buffer must not fail again, here or when the interpreter ends.
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
+    @contextlib.contextmanager
+    def _lasting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):
+                self.failure = self.failure or error
+            # What is left in the stream's buffer must not fail again, here or when the interpreter ends.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -55,15 +85,58 @@ class _LastingStream:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let standard output and standard error outlast their readers."""
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast("TextIO", _LastingStream(stream)) for stream in streams)
+    """Let standard output and standard error outlast their readers, their disks, their encodings and their absence."""
+    with contextlib.ExitStack() as stack:
+        if sys.stdin is None:
+            sys.stdin = _null(os.O_RDONLY)
+        stack.enter_context(_encoding_errors(sys.stdin, "replace"))
+        for name in ("stdout", "stderr"):
+            given = getattr(sys, name)
+            closed = OSError(errno.EBADF, "it is closed") if given is None else None
+            stream = _null(os.O_WRONLY) if given is None else given
+            stack.enter_context(_encoding_errors(stream, _IN_ENCODING))
+            lasting = _LastingStream(stream, closed)
+            stack.callback(setattr, sys, name, given)
+            stack.callback(lasting.flush)
+            setattr(sys, name, lasting)
+        yield
+
+
+def _null(flags: int) -> TextIO:
+    """Stand in for a stream that the caller closed, under its number: else the next file that is opened gets that."""
+    descriptor = os.open(os.devnull, flags)
+    os.set_inheritable(descriptor, True)
+    return open(descriptor, "r" if flags == os.O_RDONLY else "w", encoding="utf-8", closefd=False)
+
+
+@contextlib.contextmanager
+def _encoding_errors(stream: TextIO, errors: str) -> Iterator[None]:
+    """Have a stream treat what its encoding cannot hold in another way; one that encodes nothing is left alone."""
+    if not isinstance(stream, io.TextIOWrapper):
+        yield
+        return
+    usual = stream.errors
+    with contextlib.suppress(io.UnsupportedOperation):  # an input that was read before
+        stream.reconfigure(errors=errors)
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        sys.stdout, sys.stderr = streams
+        with contextlib.suppress(io.UnsupportedOperation):
+            stream.reconfigure(errors=usual)
+
+
+def require_output() -> None:
+    """End a command whose answer is what it prints: nobody has the answer if that is lost.
+
+    A check's verdict stands without it, and so does whatever a command wrote or did.
+
+    Raises:
+        StorageError: Standard output is closed, or could not be written.
+    """
+    sys.stdout.flush()
+    failure = getattr(sys.stdout, "failure", None)
+    if failure is not None:
+        raise StorageError(f"cannot write: {failure.strerror or failure}", where="standard output")
 
 
 def print_json(data: Any) -> None:

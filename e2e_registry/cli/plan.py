@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from e2e_registry.cli import options
-from e2e_registry.cli.output import print_json
+from e2e_registry.cli.output import print_json, require_output
 
 Platform = Annotated[
     str | None, typer.Option("--platform", metavar="SLUG", help="Plan for this platform alone; by default for all.")
@@ -76,3 +76,4 @@ def plan(
     for warning in made.warnings:
         typer.echo(f"warning: {warning}", err=True)
     print_json(made.to_json())
+    require_output()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from e2e_registry.cli import options
-from e2e_registry.cli.output import print_json, progress
+from e2e_registry.cli.output import print_json, progress, require_output
 
 if TYPE_CHECKING:
     from e2e_registry.comparison import StandardChange
@@ -115,6 +115,7 @@ def _list(registrations: list[Registration], settings: Settings, *, as_json: boo
     listed = list_tests(registrations, settings)
     if as_json:
         print_json({"tests": [listed_to_json(entry) for entry in listed]})
-        return
-    for entry in listed:
-        typer.echo(f"{entry.registration.test_id}  ({', '.join(entry.platforms) or 'no standard yet'})")
+    else:
+        for entry in listed:
+            typer.echo(f"{entry.registration.test_id}  ({', '.join(entry.platforms) or 'no standard yet'})")
+    require_output()

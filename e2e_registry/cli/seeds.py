@@ -11,7 +11,7 @@ import typer
 
 from e2e_registry.analysis.reduction import Reduction
 from e2e_registry.cli import options, workloads
-from e2e_registry.cli.output import print_json
+from e2e_registry.cli.output import print_json, require_output
 from e2e_registry.cli.stages import stages
 from e2e_registry.errors import UsageError
 
@@ -92,6 +92,7 @@ def seeds(
         print_json(result.to_json())
     else:
         print_seeds(result, make_console())
+    require_output()
     raise typer.Exit(result.exit_code)
 
 

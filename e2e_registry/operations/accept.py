@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import enum
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from e2e_registry.errors import (
     RegistryError,
     StandardError,
     UsageError,
+    usable_files,
 )
 from e2e_registry.operations.artifact import Artifact, ArtifactEntry, RunFolder
 from e2e_registry.operations.record import (
@@ -323,9 +325,10 @@ _REPEAT_HINT = "make the recipe repeat first (e2e-registry repeat), or register 
 
 @contextlib.contextmanager
 def _named_places(artifact: Artifact) -> Iterator[None]:
-    """Let errors name places in the artifact, not those of our copies."""
+    """Let errors name places in the artifact, not those of our copies; a file that cannot be used is such an error."""
     try:
-        yield
+        with usable_files():
+            yield
     except RegistryError as error:
         error.message = artifact.named(error.message)
         error.where = None if error.where is None else artifact.named(error.where)
@@ -333,7 +336,8 @@ def _named_places(artifact: Artifact) -> Iterator[None]:
 
 
 def _require_inside(settings: Settings) -> None:
-    if not settings.standards_dir.resolve().is_relative_to(settings.root.resolve()):
+    # Path.resolve fails on a link to itself.
+    if not Path(os.path.realpath(settings.standards_dir)).is_relative_to(settings.root.resolve()):
         raise RefusedError(
             "the standards folder is a link that leads out of the repository",
             where=settings.standards_dir,

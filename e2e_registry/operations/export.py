@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def export_changes(
         UsageError: The folder is the root, where the standards lie already.
         StorageError: A file cannot be read or written.
     """
-    if folder.resolve() == settings.root.resolve():
+    if os.path.realpath(folder) == os.path.realpath(settings.root):  # Path.resolve fails on a link to itself
         raise UsageError("the standards are there already", where="--export", hint="name another folder")
     for change in changes:
         if change.action not in (Action.REFUSED, Action.UNCHANGED):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from e2e_registry.comparison import Assessment, TestVerdict
 from e2e_registry.config import Settings
-from e2e_registry.errors import ExitCode, NotStartedError, StorageError
+from e2e_registry.errors import ExitCode, NotStartedError, StorageError, unusable_file
 from e2e_registry.execution.capacity import Lease
 from e2e_registry.execution.launcher import Cancellation
 from e2e_registry.execution.suite import Demand, Schedule
@@ -144,7 +144,7 @@ def _end_early(schedule: Schedule[Registration, Assessment | None], results: Res
 
 
 def _ending(error: BaseException) -> Ending:
-    if isinstance(error, StorageError):
+    if isinstance(error, StorageError) or (isinstance(error, OSError) and unusable_file(error) is not None):
         return Ending.STORAGE
     if isinstance(error, KeyboardInterrupt):
         return Ending.INTERRUPTED

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+END_OF_INPUT = "\x04"  # Ctrl-D
+INTERRUPT = "\x03"  # Ctrl-C
+
 
 def converse(root: Path, arguments: Sequence[str], answers: Sequence[str], *, prompt: str) -> tuple[int, str]:
     """Run the command line in a folder, answer each question as it comes, and return the exit code and what was shown.
@@ -21,7 +24,8 @@ def converse(root: Path, arguments: Sequence[str], answers: Sequence[str], *, pr
     Args:
         root: Where it runs.
         arguments: Of the command line.
-        answers: What is typed, key by key, one at each question.
+        answers: What is typed, one at each question. A last Ctrl-D or Ctrl-C is typed until it is taken: what is typed
+            while the line editor sets the terminal up is lost.
         prompt: A pattern that is found once for each question.
     """
     pid, terminal = pty.fork()
@@ -31,7 +35,11 @@ def converse(root: Path, arguments: Sequence[str], answers: Sequence[str], *, pr
     shown, given = b"", 0
     deadline = time.monotonic() + 120
     try:
-        while block := _read(terminal, deadline):
+        while True:
+            is_last = given == len(answers) and answers[-1] in (END_OF_INPUT, INTERRUPT)
+            block = _read(terminal, deadline, retyped=answers[-1].encode() if is_last else b"")
+            if not block:
+                break
             shown += block
             while given < min(len(answers), len(re.findall(prompt, shown.decode(errors="replace")))):
                 os.write(terminal, answers[given].encode())
@@ -45,10 +53,12 @@ def converse(root: Path, arguments: Sequence[str], answers: Sequence[str], *, pr
     return os.waitstatus_to_exitcode(status), shown.decode(errors="replace")
 
 
-def _read(terminal: int, deadline: float) -> bytes:
-    """Return what is shown next; nothing once the other end is gone."""
-    if not select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        raise TimeoutError
+def _read(terminal: int, deadline: float, *, retyped: bytes) -> bytes:
+    """Return what is shown next; nothing once the other end is gone. Type again while nothing is."""
+    while not select.select([terminal], [], [], 0.5)[0]:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        os.write(terminal, retyped)
     try:
         return os.read(terminal, 4096)
     except OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from repositories import Repository, Result
-from terminal import converse
+from terminal import END_OF_INPUT, converse
 
 from e2e_registry.standard import Standard
 
@@ -407,7 +408,7 @@ def test_parts_and_attempts_are_merged_and_the_newest_attempt_wins(repository: R
 
 def at_terminal(repository: Repository, artifact: Path, keys: str) -> tuple[int, str]:
     """Run accept on a pseudo-terminal, type, and return the exit code and what was shown."""
-    answers = [f"{key}\n" for key in keys]
+    answers = [key if key == END_OF_INPUT else f"{key}\n" for key in keys]
     return converse(repository.root, ["accept", str(artifact)], answers, prompt=r"\](\x1b\[0m)?: ")
 
 
@@ -433,6 +434,13 @@ def test_accept_reject_and_skip_at_a_terminal(repository: Repository, tmp_path: 
         ("test_b", "unchanged"),
         ("test_c", "unchanged"),
     ]
+    repository.write_recipe("SCALE = 3.0")
+    repository.commit()
+    later = artifact_of(repository, tmp_path, code=1)
+    # Ctrl-D is "q": what was written before it is told.
+    code, shown = at_terminal(repository, later, f"a{END_OF_INPUT}")
+    assert code == 0, shown
+    assert re.sub("\x1b.*?m", "", shown).splitlines()[-2].startswith("3 runs: 1 accepted, 2 skipped"), shown
 
 
 # ------------------------------------------------------------------------------------------------ hostile artifacts

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from repositories import Result
-from terminal import converse
+from terminal import END_OF_INPUT, INTERRUPT, converse
 
 from e2e_registry.config import load_settings
 
@@ -284,3 +284,17 @@ def edit(file: Path, line: str, old: str, new: str) -> None:
     end = next(number for number in range(at, len(lines)) if old in lines[number])
     lines[end] = lines[end].replace(old, new)
     file.write_text("".join(lines))
+
+
+@pytest.mark.parametrize(("key", "code"), [(END_OF_INPUT, 2), (INTERRUPT, 130)])
+@pytest.mark.parametrize("num_answers", [0, 3])
+def test_a_question_that_nobody_answers_writes_nothing(folder: Path, num_answers: int, key: str, code: int) -> None:
+    """Ctrl-D and Ctrl-C, at the first question and at the one about a file in the way."""
+    (folder / "scripts").mkdir()
+    (folder / RECIPE).write_text("theirs")
+    before = contents(folder)
+    seen, shown = converse(folder, ["init"], [*["\n"] * num_answers, key], prompt=r"\x1b\[0m: ")
+    assert seen == code, shown
+    assert ("replace" in shown) == bool(num_answers)
+    assert "internal error" not in shown
+    assert contents(folder) == before
