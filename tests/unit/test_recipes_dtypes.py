@@ -183,7 +183,7 @@ class Actor(TrainActor):
             loss = (self.model(inputs) - inputs).square().mean()
             if step in big_at and self.context.rank == 1:
                 loss = loss * 1e8
-            value, norm = self.update([loss], count=1)
+            value, norm = self.update([loss])
             history.append({"loss": value, "is_finite": math.isfinite(norm), **self.scaling_metrics})
         return history
 
@@ -196,21 +196,21 @@ def _run(rank: int, folder: Path, dtypes: DtypePolicy, big_at: tuple[int, ...], 
     with MetricRecorder(role="train", rank=rank, run_dir=folder) as recorder:
         context = ActorContext(spec, rank, recorder, torch.device("cpu"))
         actor = Actor(context, dtypes)
-        before = actor.weights()
+        before = actor.weights(actor.model)
         history = actor.train(12, big_at=big_at)
-        after = actor.weights(compute_dtypes(actor.exported, dtypes))
+        after = actor.weights(actor.exported, compute_dtypes(actor.exported, dtypes))
         with torch.no_grad():
             output = actor.model(torch.ones(2, 16))
         engine = RolloutEngine(context, Model, precision=dtypes.forward, overrides=dtypes.overrides)
         engine.load_weights(after)
         facts = {
             "history": history,
-            "moved": not torch.equal(before["embedding.weight"], actor.weights()["embedding.weight"]),
+            "moved": not torch.equal(before["embedding.weight"], actor.weights(actor.model)["embedding.weight"]),
             "held": {name: str(value.dtype) for name, value in after.items()},
             "same_weights": all(torch.equal(value, engine.model.state_dict()[name]) for name, value in after.items()),
             "same_output": torch.equal(engine.model(torch.ones(2, 16)), output),
             "master": {str(value.dtype) for value in actor.model.parameters()},
-            "weights": {name: value.float().sum().item() for name, value in actor.weights().items()},
+            "weights": {name: value.float().sum().item() for name, value in actor.weights(actor.model).items()},
         }
     results.put((rank, facts))
     torch.distributed.destroy_process_group()
