@@ -250,7 +250,7 @@ def _warnings(run: ObservedRun) -> list[str]:
         warnings.append(f"the recipe left {len(left)} process(es) behind, which were ended: {shown}")
     if run.unknown_writers:
         warnings.append(f"determinism state unknown: {', '.join(run.unknown_writers)}")
-    return warnings
+    return [*warnings, *run.lax_switches]
 
 
 def _next_steps(registration: Registration, verdict: TestVerdict, run: ObservedRun, settings: Settings) -> list[str]:

@@ -320,6 +320,7 @@ def prepare_standard(
         reused_run=None if reused is None else display_path(reused.path, settings),
         run_path=display_path(run.path, settings),
         num_points=sum(len(batch) for batch in batches),
+        warnings=run.lax_switches,
     )
     return PreparedStandard(path=path, batches=batches, metadata=metadata, change=outcome)
 

@@ -151,16 +151,29 @@ class ActorContext:
 class ActorHost:
     """The Ray actor of every group: makes the process strict, joins the process group, runs the recipe's class."""
 
+    recorder: MetricRecorder
+
     def __init__(self, spec: GroupSpec, rank: int) -> None:
         self.spec = spec
         self.rank = rank
-        make_strict(spec)
         self.store: Any = None
         self.actor: Any = None
-        self.recorder = MetricRecorder(role=spec.role, rank=rank)
 
     def __repr__(self) -> str:
         return f"{self.spec.role} rank {self.rank}"  # Ray puts it before each line that the actor prints
+
+    def prepare(self) -> None:
+        """Make the process strict and open the recorder; the first call.
+
+        Not in the constructor: what that raises reaches the driver as text of an actor that died, not as an error with
+        an exit code of its own.
+
+        Raises:
+            DeterminismError: A switch does not hold.
+            AttentionError: A native kernel cannot be forced, or a library's internals are not those known.
+        """
+        make_strict(self.spec)
+        self.recorder = MetricRecorder(role=self.spec.role, rank=self.rank)
 
     def open_store(self) -> tuple[str, int]:
         """Open the store at which the group's ranks meet, on a port that the system picks; rank 0 only."""

@@ -151,8 +151,24 @@ def test_the_engine_follows_the_trainers_dtype_and_another_one_must_be_asked_for
 def test_losses_are_scaled_where_the_forward_pass_is_in_half_precision() -> None:
     assert RolloutDtypeArgs(forward_dtype="fp16", initial_loss_scale=64.0).dtypes().loss_scale == 64.0
     assert RolloutDtypeArgs(forward_dtype="bf16", initial_loss_scale=64.0).dtypes().loss_scale is None
-    with pytest.raises(UsageError, match=r"--master-dtype: .* cannot be unscaled"):
-        RolloutDtypeArgs(forward_dtype="fp16", master_dtype="fp16").dtypes()
+    overridden = RolloutDtypeArgs(forward_dtype="fp16", reduce_dtype="fp16", dtype_override=["a=fp16", "b=bf16"])
+    assert overridden.dtypes().loss_scale == 65536.0
+
+
+@pytest.mark.parametrize("forward", ["fp16", "bf16", "fp32"])
+def test_parameters_in_half_precision_are_refused_before_anything_starts(forward: str) -> None:
+    command = [sys.executable, str(SCRIPTS / "run_sft_digits.py"), "--master-dtype", "fp16", "--forward-dtype", forward]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --master-dtype: gradients of fp16 parameters cannot be unscaled")
+
+
+@pytest.mark.parametrize("forward", ["bf16", "fp32"])
+@pytest.mark.parametrize("flag", ["--reduce-dtype", "--dtype-override"])
+def test_gradients_in_half_precision_without_loss_scaling_are_refused(forward: Precision, flag: str) -> None:
+    options: dict[str, Any] = {"reduce_dtype": "fp16"} if flag == "--reduce-dtype" else {"dtype_override": ["a.*=fp16"]}
+    with pytest.raises(UsageError, match=f"{flag}: gradients in fp16 vanish .* not in {forward}"):
+        RolloutDtypeArgs(forward_dtype=forward, **options).dtypes()
 
 
 @pytest.mark.parametrize("script", ["run_flow_grpo_digits.py", "run_diffusion_nft_digits.py"])
