@@ -287,8 +287,8 @@ def _gather(refs: Sequence[Any], names: Sequence[str]) -> list[Any]:
             failures.append((name_of[done[0]], error))
             deadline = deadline or time.monotonic() + GRACE_S
     for _, failure in failures:
-        # What the user asked for does not fit, or a file cannot be read, as an actor found: no traceback says it more.
-        # What is logged wrongly is a fault of the recipe's code, and the traceback says where.
+        # What the user asked for does not fit, or a file cannot be read: a traceback would add nothing. What is logged
+        # wrongly is a fault of the recipe's code, and the traceback says where.
         cause = getattr(failure, "cause", None)
         if isinstance(cause, RegistryError) and not isinstance(cause, RecordingError):
             raise cause

@@ -19,8 +19,9 @@ from e2e_registry import MetricRecorder
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor import ActorContext, AttentionOptions, GroupSpec
 from e2e_registry.recipes.command_line import RolloutDtypeArgs
+from e2e_registry.recipes.digits_policy import DigitsPolicy
 from e2e_registry.recipes.dtype_policy import FP32, DtypeOverride, DtypePolicy, Precision
-from e2e_registry.recipes.mixed_precision import cast_parameters, compute_dtypes, regions
+from e2e_registry.recipes.mixed_precision import cast_parameters, compute_dtypes, convert_at_regions, regions
 from e2e_registry.recipes.rollout_engine import RolloutEngine
 from e2e_registry.recipes.train_actor import TrainActor
 
@@ -125,6 +126,22 @@ def test_regions_are_the_largest_modules_of_one_dtype() -> None:
 def test_overrides_that_split_a_module_or_leave_nothing_are_refused(override: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         regions(Model(), policy(override, forward="bf16"))
+
+
+@pytest.mark.parametrize(
+    ("override", "is_exact"),
+    [("transformer.transformer_blocks.0.*=bf16", True), ("transformer.time_text_embed.*=bf16", False)],
+)
+def test_noise_levels_stay_exact_but_in_a_region_that_embeds_them(override: str, is_exact: bool) -> None:
+    """At 500 of 1000 bf16 tells multiples of 2 apart."""
+    torch.manual_seed(0)
+    model, dtypes = DigitsPolicy(), policy(override)
+    convert_at_regions(model, dtypes)
+    cast_parameters(model, compute_dtypes(model, dtypes))
+    images, prompts = torch.zeros(1, *DigitsPolicy.SHAPE), torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():
+        first, second = (model(images, torch.tensor([sigma]), prompts) for sigma in (0.5, 0.5004))
+    assert torch.equal(first, second) == (not is_exact)
 
 
 def test_tied_weights_have_one_dtype_under_both_names_and_buffers_keep_theirs() -> None:
