@@ -63,6 +63,7 @@ def run(args: ScriptArgs) -> None:
         lines = overlapping(args, train, rollout) if args.async_rollout else in_turns(args, train, rollout)
         for index, line in enumerate(lines):
             print(f"rollout {index + 1}/{args.num_rollout}  {line}", flush=True)
+        train.call("log_parameters")
 
 
 def in_turns(args: ScriptArgs, train: ActorGroup, rollout: ActorGroup) -> Iterator[str]:

@@ -45,6 +45,7 @@ def run(args: ScriptArgs) -> None:
         for index in range(args.num_rollout):
             line = one_rollout(args, train, rollout, index)
             print(f"rollout {index + 1}/{args.num_rollout}  {line}", flush=True)
+        train.call("log_parameters")
 
 
 def one_rollout(args: ScriptArgs, train: ActorGroup, rollout: ActorGroup, index: int) -> str:

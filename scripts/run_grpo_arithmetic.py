@@ -15,7 +15,6 @@ from typing import Annotated
 
 import typer
 
-from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor_group import ActorGroup, AttentionOptions, GroupSpec, launch
 from e2e_registry.recipes.command_line import command_line
 from e2e_registry.recipes.grpo_config import GrpoConfig, OldLogProbs
@@ -59,13 +58,6 @@ def group_specs(args: ScriptArgs) -> tuple[GroupSpec, GroupSpec]:
         entropy_coefficient=args.entropy_coefficient,
         old_log_probs=args.old_log_probs,
     )
-    share = config.samples // args.train_ranks
-    if share % config.micro_batch_size:
-        raise UsageError(
-            f"a rank's {share} responses do not divide into forward passes of {config.micro_batch_size}",
-            where="--micro-batch-size",
-            hint="equal shapes are what makes trainer and engine agree",
-        )
     home = "e2e_registry.recipes.grpo_arithmetic"
     return actor_groups(
         args,
@@ -85,6 +77,7 @@ def run(args: ScriptArgs) -> None:
         for index in range(args.num_rollout):
             line = one_rollout(args, train, rollout, index)
             print(f"rollout {index + 1}/{args.num_rollout}  {line}", flush=True)
+        train.call("log_parameters")
 
 
 def one_rollout(args: ScriptArgs, train: ActorGroup, rollout: ActorGroup, index: int) -> str:

@@ -81,7 +81,7 @@ def judge(state: State | None, profile: str | Profile, *, child: ChildEnvironmen
     if state is not None or child is not None:
         findings += [_variable(variable, state, child) for variable in profile.settings]
     if state is not None:
-        findings += _switches(state, profile)
+        findings += judge_switches(state, profile)
         findings += [
             Finding("unreadable", Severity.WARNING, str(name), f"could not be read: {error}")
             for name, error in _items(at(state, "unreadable"))
@@ -196,7 +196,13 @@ def _platform(state: State, profile: Profile) -> Iterator[Finding]:
         yield Finding("libc-not-pinned", Severity.WARNING, "libc", message, fix="use an image with glibc")
 
 
-def _switches(state: State, profile: Profile) -> Iterator[Finding]:
+def judge_switches(state: State, profile: str | Profile) -> Iterator[Finding]:
+    """Yield what can be said of the switches inside a process: a part of what :func:`judge` returns.
+
+    Raises:
+        UsageError: There is no such profile.
+    """
+    profile = get_profile(profile)
     if at(state, "determinism", "flush_denormal"):
         yield Finding(
             *("flush-denormal", Severity.ERROR, "flush_denormal", "subnormal numbers are taken for zero here"),

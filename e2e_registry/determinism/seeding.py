@@ -89,11 +89,12 @@ def seed_everything(seed: int) -> None:
     if importlib.util.find_spec("torch") is not None:
         import torch
 
-        torch.manual_seed(_torch_seed(seed))
-        torch.cuda.manual_seed_all(_torch_seed(seed))
+        torch.manual_seed(torch_seed(seed))
+        torch.cuda.manual_seed_all(torch_seed(seed))
 
 
-def _torch_seed(seed: int) -> int:
+def torch_seed(seed: int) -> int:
+    """Return what :func:`seed_everything` seeds torch with."""
     # torch's CPU generator looks at 32 bits of its seed, so that 1 and 1 + 2**40 would draw alike.
     return seed if seed < 1 << 32 else derive_seed(seed, stream="torch")
 
@@ -139,7 +140,7 @@ def make_deterministic(seed: int) -> torch.Generator:
     switches.apply(switches.Switches.for_this_process())
     seed_everything(seed)
     generator = torch.Generator()
-    generator.manual_seed(_torch_seed(seed))
+    generator.manual_seed(torch_seed(seed))
     return generator
 
 

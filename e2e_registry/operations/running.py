@@ -15,6 +15,7 @@ from typing import Any
 
 from e2e_registry import __version__
 from e2e_registry.config import SLUG_RULE, Settings, is_slug
+from e2e_registry.determinism.doctor import judge_switches, problems
 from e2e_registry.determinism.relaunch import callers_environment
 from e2e_registry.determinism.state import read_state
 from e2e_registry.determinism.variables import (
@@ -111,7 +112,7 @@ class ObservedRun:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What may be wrong with what was recorded, and does not keep it from being judged."""
-        return () if self.recording is None else self.recording.warnings
+        return () if self.recording is None else (*self.recording.warnings, *self.lax_switches)
 
     @property
     def duration_s(self) -> float | None:
@@ -126,6 +127,21 @@ class ObservedRun:
             return ()
         states = self.recording.writer_states
         return tuple(f"{role} rank {rank}" for (role, rank), state in states.items() if state is None)
+
+    @cached_property
+    def lax_switches(self) -> tuple[str, ...]:
+        """What the doctor finds wrong with the switches inside the writers, each once, with the writers it is true of.
+
+        Unlike a pin, a switch keeps no run from being judged or recorded: without it the bits may hold by luck.
+        """
+        profile = self.facts.get("profile")
+        if self.recording is None or profile is None:
+            return ()
+        writers: dict[str, list[str]] = {}
+        for (role, rank), state in self.recording.writer_states.items():
+            for finding in problems(judge_switches(state or {}, profile)):
+                writers.setdefault(f"{finding.message}; {finding.fix}", []).append(f"{role} rank {rank}")
+        return tuple(f"not strict in {', '.join(found)}: {message}" for message, found in writers.items())
 
     @property
     def source_tree(self) -> str | None:

@@ -55,7 +55,8 @@ class GroupSpec:
         device: ``cpu`` or ``cuda``; a CUDA actor sees one device, as ``cuda:0``.
         profile: The determinism profile; None for the device's (``cpu-portable`` or ``cuda``).
         deterministic: Whether spawn environment, strict switches and attention checks apply.
-        seed: Of every rank alike, so that ranks build equal models; ranks that must draw differently derive their own.
+        seed: Of every rank alike until its model is built, so that ranks build equal models; then each rank's global
+            generators get a seed that is derived from it.
         env_vars: Go before everything else in the actors' environment.
         attention: See :class:`AttentionOptions`.
         colocated_with: Role of the group whose devices this one shares, rank by rank; None for devices of its own.
@@ -111,6 +112,17 @@ class ActorContext:
         """Number of ranks in the group."""
         return self.spec.world_size
 
+    def seed_rank(self) -> None:
+        """Seed the process's global generators for this rank alone.
+
+        Until then they are seeded alike on every rank, so that all build the same weights. What draws from them
+        afterwards, dropout for one, must not draw the same on each rank's samples.
+        """
+        from e2e_registry.determinism import seed_everything
+        from e2e_registry.determinism.seeding import derive_seed
+
+        seed_everything(derive_seed(self.spec.seed, self.rank, stream=self.spec.role))
+
     def adopt_attention(self, model: nn.Module) -> None:
         """Set the chosen backend on a model that was just built, and check what its modules will really call.
 
@@ -139,16 +151,29 @@ class ActorContext:
 class ActorHost:
     """The Ray actor of every group: makes the process strict, joins the process group, runs the recipe's class."""
 
+    recorder: MetricRecorder
+
     def __init__(self, spec: GroupSpec, rank: int) -> None:
         self.spec = spec
         self.rank = rank
-        make_strict(spec)
         self.store: Any = None
         self.actor: Any = None
-        self.recorder = MetricRecorder(role=spec.role, rank=rank)
 
     def __repr__(self) -> str:
         return f"{self.spec.role} rank {self.rank}"  # Ray puts it before each line that the actor prints
+
+    def prepare(self) -> None:
+        """Make the process strict and open the recorder; the first call.
+
+        Not in the constructor: what that raises reaches the driver as text of an actor that died, not as an error with
+        an exit code of its own.
+
+        Raises:
+            DeterminismError: A switch does not hold.
+            AttentionError: A native kernel cannot be forced, or a library's internals are not those known.
+        """
+        make_strict(self.spec)
+        self.recorder = MetricRecorder(role=self.spec.role, rank=self.rank)
 
     def open_store(self) -> tuple[str, int]:
         """Open the store at which the group's ranks meet, on a port that the system picks; rank 0 only."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from e2e_registry.determinism.attention import validate_attention_args
 from e2e_registry.determinism.variables import runtime_env_variables
-from e2e_registry.errors import RecipeError, UsageError
+from e2e_registry.errors import RecipeError, RecordingError, RegistryError, UsageError
 from e2e_registry.recipes.actor import ActorHost, AttentionOptions, GroupSpec
 from e2e_registry.recording.layout import RUN_DIR_VARIABLE
 
@@ -151,8 +151,9 @@ def launch(specs: Sequence[GroupSpec], *, address: str = "local") -> Iterator[tu
 
     Raises:
         AttentionError: An attention backend cannot be deterministic.
-        UsageError: A group is colocated with none of the others, or its ranks outnumber theirs; no such profile; or an
-            actor found an option that does not fit its model.
+        UsageError: A group is colocated with none of the others, or its ranks outnumber theirs; no such profile; Ray
+            has fewer devices than the groups need; or an actor found an option that does not fit its model.
+        DeterminismError: A strict switch does not hold in an actor.
         ActorDiedError: An actor could not be started.
     """
     environments = [actor_environment(spec) for spec in specs]
@@ -215,13 +216,14 @@ def _start_actors(
 
     tenants = Counter(bundle for bundles in placements for bundle in bundles)
     uses_cuda = {b for spec, bundles in zip(specs, placements, strict=True) for b in bundles if spec.device == "cuda"}
+    _require_devices(len(tenants), len(uses_cuda))
     placement = ray.util.placement_group(
         [{"CPU": 1.0, **({"GPU": 1.0} if bundle in uses_cuda else {})} for bundle in sorted(tenants)]
     )
     if not placement.wait(timeout_seconds=_START_TIMEOUT_S):
         raise UsageError(
-            f"Ray has no room for {len(tenants)} bundles ({len(uses_cuda)} with a GPU)",
-            hint="give fewer ranks, or --ray-address of a larger cluster",
+            f"Ray had no room for {len(tenants)} bundles ({len(uses_cuda)} with a GPU) for {_START_TIMEOUT_S:.0f} s",
+            hint="others may be using them: try again, give fewer ranks, or --ray-address of a larger cluster",
         )
     groups = []
     for spec, environment, bundles in zip(specs, environments, placements, strict=True):
@@ -236,12 +238,35 @@ def _start_actors(
             )
             actors.append(remote.remote(spec, rank))
         groups.append(ActorGroup(spec, actors))
-    pending: list[tuple[list[Any], list[str]]] = []
+    names = [name for group in groups for name in group._names]
+    _gather([actor.prepare.remote() for group in groups for actor in group._actors], names)
+    pending: list[Any] = []
     for group in groups:
         store = _gather([group._actors[0].open_store.remote()], group._names[:1])[0]
-        pending.append(([actor.build.remote(*store) for actor in group._actors], group._names))
-    _gather([ref for refs, _ in pending for ref in refs], [name for _, names in pending for name in names])
+        pending += [actor.build.remote(*store) for actor in group._actors]
+    _gather(pending, names)
     return tuple(groups)
+
+
+def _require_devices(cpus: int, gpus: int) -> None:
+    """Refuse at once what the whole cluster does not have; what others use now may become free.
+
+    Raises:
+        UsageError: There are fewer CPUs or GPUs than the groups need.
+    """
+    import ray
+
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    missing = [
+        f"{needed} {name}s and Ray has {resources.get(name, 0.0):g}"
+        for name, needed in (("CPU", cpus), ("GPU", gpus))
+        if resources.get(name, 0.0) < needed
+    ]
+    if missing:
+        raise UsageError(
+            f"the groups need {', '.join(missing)}",
+            hint="give fewer ranks, let groups share devices (--colocate), or --ray-address of a larger cluster",
+        )
 
 
 def _gather(refs: Sequence[Any], names: Sequence[str]) -> list[Any]:
@@ -262,8 +287,10 @@ def _gather(refs: Sequence[Any], names: Sequence[str]) -> list[Any]:
             failures.append((name_of[done[0]], error))
             deadline = deadline or time.monotonic() + GRACE_S
     for _, failure in failures:
-        # What the user asked for does not fit, as the actor that built the model found: no traceback says it better.
-        if isinstance(cause := getattr(failure, "cause", None), UsageError):
+        # What the user asked for does not fit, or a file cannot be read: a traceback would add nothing. What is logged
+        # wrongly is a fault of the recipe's code, and the traceback says where.
+        cause = getattr(failure, "cause", None)
+        if isinstance(cause, RegistryError) and not isinstance(cause, RecordingError):
             raise cause
     if failures:
         raise _died(failures)

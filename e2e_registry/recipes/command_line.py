@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import typer
 
 from e2e_registry.errors import RegistryError, UsageError
-from e2e_registry.recipes.dtype_policy import DtypeOverride, DtypePolicy, Precision
+from e2e_registry.recipes.dtype_policy import OVERRIDE_FLAG, DtypeOverride, DtypePolicy, Precision
 
 Args = TypeVar("Args")
 
@@ -127,18 +127,30 @@ class TrainDtypeArgs:
         """Return the train actor's dtypes.
 
         Raises:
-            UsageError: An override is not PATTERN=DTYPE, or losses would be scaled and gradients kept in fp16.
+            UsageError: An override is not PATTERN=DTYPE, parameters would be kept in fp16, or gradients computed or
+                summed in fp16 without loss scaling.
         """
-        if self.forward_dtype == self.master_dtype == "fp16":
+        overrides = tuple(DtypeOverride.parse(text) for text in self.dtype_override)
+        if self.master_dtype == "fp16":
             # They overflow where scaled losses have them overflow, and unscaled ones vanish: torch refuses them too.
             raise UsageError(
                 "gradients of fp16 parameters cannot be unscaled", where="--master-dtype", hint="give fp32 or bf16"
+            )
+        is_fp16 = {
+            "--reduce-dtype": self.reduce_dtype == "fp16",
+            OVERRIDE_FLAG: any(o.dtype == "fp16" for o in overrides),
+        }
+        if self.forward_dtype != "fp16" and any(is_fp16.values()):
+            raise UsageError(
+                f"gradients in fp16 vanish unless losses are scaled, which they are not in {self.forward_dtype}",
+                where=next(flag for flag, is_given in is_fp16.items() if is_given),
+                hint="give fp32 or bf16, or --forward-dtype fp16, under which losses are scaled",
             )
         return DtypePolicy(
             master=self.master_dtype,
             forward=self.forward_dtype,
             reduce=self.reduce_dtype,
-            overrides=tuple(DtypeOverride.parse(text) for text in self.dtype_override),
+            overrides=overrides,
             loss_scale=self.initial_loss_scale if self.forward_dtype == "fp16" else None,
             loss_scale_growth_interval=self.loss_scale_growth_interval,
         )

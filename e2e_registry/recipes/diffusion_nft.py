@@ -28,7 +28,7 @@ class DiffusionNftTrainer(DigitsTrainer):
         self, context: ActorContext, config: DiffusionNftConfig, *, lr: float, max_grad_norm: float, dtypes: DtypePolicy
     ) -> None:
         super().__init__(context, config, lr=lr, max_grad_norm=max_grad_norm, dtypes=dtypes)
-        self.old = self.sharded(DigitsPolicy(), UNITS).requires_grad_(False)
+        self.old = self.sharded(DigitsPolicy, UNITS).requires_grad_(False)
         self.exported = self.old
         self.rollouts_done = 0
         self._rollouts_at_sync: dict[int, int] = {}
@@ -53,6 +53,11 @@ class DiffusionNftTrainer(DigitsTrainer):
         self._rollouts_at_sync[step] = self.rollouts_done
         return super().export_weights(step, precision)
 
+    def log_parameters(self) -> None:
+        """Log the digest of the policy that was trained, and that of the old one."""
+        super().log_parameters()
+        self.recorder.log_digest("model/old_parameters", self.weights(self.old), step=self.steps_done - 1)
+
     def train_on(self, rollout: int, updates: int, batch: Batch) -> dict[str, float]:
         """Take ``updates`` optimizer steps on one rollout, each with noise of its own, then move the old policy.
 
@@ -68,13 +73,12 @@ class DiffusionNftTrainer(DigitsTrainer):
         lag = self.rollouts_done - self._rollouts_at_sync[int(batch["synced_at"])]
         agreement = {"train/rollout_lag": lag, "train/model_output_mean_abs_diff": self._engine_difference(own)}
         self.recorder.log(agreement, step=rollout)
-        micro_batches = -(-len(own["prompts"]) // config.micro_batch_size)
         loss, grad_norm = 0.0, 0.0
         for update in range(updates):
             seen = _Samples()
             step = self.steps_done
             losses = self._losses(own | self._forward_process(rollout, update, part), seen)
-            loss, grad_norm = self.update(losses, count=micro_batches)
+            loss, grad_norm = self.update(losses, weights=config.sample_shares)
             norms = {"train/grad_norm": grad_norm, **self.grad_norm_metrics, **self.scaling_metrics}
             self.recorder.log({**seen.means(), "train/nft_loss": loss, **norms}, step=step)
         decay = config.decay(self.rollouts_done)
@@ -87,7 +91,7 @@ class DiffusionNftTrainer(DigitsTrainer):
     def _engine_difference(self, own: Batch) -> Tensor:
         """Return the mean absolute difference between the old policy here and the engine's, where sampling began."""
         differences = []
-        for rows in self._micro_batches(own):
+        for rows in self.config.micro_batches:
             sigma = torch.ones(len(own["prompts"][rows]), device=self.device)
             velocity = self.old(own["noise"][rows], sigma, own["prompts"][rows])
             differences.append((velocity - own["velocities"][rows]).abs())
@@ -102,7 +106,7 @@ class DiffusionNftTrainer(DigitsTrainer):
 
     def _losses(self, own: Batch, seen: _Samples) -> Iterator[Tensor]:
         """Yield the loss of each micro-batch."""
-        for rows in self._micro_batches(own):
+        for rows in self.config.micro_batches:
             data, sigma, prompts = own["images"][rows], own["sigma"][rows], own["prompts"][rows]
             optimality = own["optimality"][rows]
             noisy, _ = training_pair(data, own["fresh_noise"][rows], sigma)
@@ -118,10 +122,6 @@ class DiffusionNftTrainer(DigitsTrainer):
                 old_policy_deviation=(velocity.detach() - old).square().flatten(1).mean(dim=1),
             )
             yield objective.loss
-
-    def _micro_batches(self, own: Batch) -> Iterator[slice]:
-        size = self.config.micro_batch_size
-        return (slice(start, start + size) for start in range(0, len(own["prompts"]), size))
 
 
 class _Samples:

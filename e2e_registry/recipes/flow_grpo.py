@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -28,13 +29,15 @@ class FlowGrpoTrainer(DigitsTrainer):
         part = self.share(self.config.samples)
         own = {name: tensor[part].to(self.device) for name, tensor in batch.items()}
         own["advantages"] = advantages[part].to(self.device)
-        micro_batches = -(-len(own["rewards"]) // self.config.micro_batch_size)
+        # Each micro-batch once for each transition.
+        transitions = self.config.denoise_steps
+        weights = [share / transitions for share in self.config.sample_shares for _ in range(transitions)]
         loss, grad_norm = 0.0, 0.0
         for update in range(updates):
             seen = _Transitions()
             losses = self._losses(own, clip_range, seen)
             step = self.steps_done
-            loss, grad_norm = self.update(losses, count=micro_batches * self.config.denoise_steps)
+            loss, grad_norm = self.update(losses, weights=weights)
             if update == 0:  # the trainer still had the engine's weights
                 self.recorder.log(seen.agreement(own), step=step)
             norms = {"train/grad_norm": grad_norm, **self.grad_norm_metrics, **self.scaling_metrics}
@@ -43,24 +46,21 @@ class FlowGrpoTrainer(DigitsTrainer):
 
     def _losses(self, own: Batch, clip_range: float, seen: _Transitions) -> Iterator[Tensor]:
         """Yield the loss of each micro-batch at each transition."""
-        size = self.config.micro_batch_size
-        for start in range(0, len(own["rewards"]), size):
-            rows = slice(start, start + size)
-            for index, (sigma, step) in enumerate(self.config.steps()):
-                sample, following = own["latents"][rows, index], own["latents"][rows, index + 1]
-                sigmas = torch.full((len(sample),), sigma, device=self.device)
-                velocity = self.model(sample, sigmas, own["prompts"][rows])
-                log_prob = step.log_prob(following, step.mean(sample, velocity))
-                old = own["log_probs"][rows, index]
-                objective = clipped_policy_loss(log_prob, old, own["advantages"][rows], clip_range)
-                seen.add(
-                    new=log_prob.detach(),
-                    old=old,
-                    output_difference=(velocity.detach() - own["velocities"][rows, index]).abs(),
-                    ratio=objective.ratio,
-                    is_clipped=objective.is_clipped,
-                )
-                yield objective.loss
+        for rows, (index, (sigma, step)) in product(self.config.micro_batches, enumerate(self.config.steps())):
+            sample, following = own["latents"][rows, index], own["latents"][rows, index + 1]
+            sigmas = torch.full((len(sample),), sigma, device=self.device)
+            velocity = self.model(sample, sigmas, own["prompts"][rows])
+            log_prob = step.log_prob(following, step.mean(sample, velocity))
+            old = own["log_probs"][rows, index]
+            objective = clipped_policy_loss(log_prob, old, own["advantages"][rows], clip_range)
+            seen.add(
+                new=log_prob.detach(),
+                old=old,
+                output_difference=(velocity.detach() - own["velocities"][rows, index]).abs(),
+                ratio=objective.ratio,
+                is_clipped=objective.is_clipped,
+            )
+            yield objective.loss
 
 
 class _Transitions:

@@ -49,7 +49,7 @@ class GrpoTrainer(TrainActor):
             max_grad_norm=max_grad_norm,
             dtypes=dtypes,
         )
-        self.reference = self.sharded(build_causal_lm(self.task, attention), UNITS).requires_grad_(False)
+        self.reference = self.sharded(lambda: build_causal_lm(self.task, attention), UNITS).requires_grad_(False)
 
     def warm_up(self, steps: int, batch_size: int, lr: float) -> None:
         """Train on problems with their answers, then keep the weights as the reference of the divergence.
@@ -71,12 +71,12 @@ class GrpoTrainer(TrainActor):
                 log_probs = response_log_probs(self.model, own["prompts"], own["responses"])
                 losses = -chosen(log_probs, own["responses"])
                 scale = self.context.world_size / tokens
-                loss, grad_norm = self.update([token_sum(losses, own["mask"]) * scale], count=1)
+                loss, grad_norm = self.update([token_sum(losses, own["mask"])], weights=[scale])
                 self.recorder.log({"train/warm_up_loss": loss, "train/warm_up_grad_norm": grad_norm}, step=step)
         with torch.no_grad():
             for frozen, trained in zip(self.reference.parameters(), self.model.parameters(), strict=True):
                 local_part(frozen).copy_(local_part(trained))
-        self.recorder.log_digest("train/reference_weights", self.weights(), step=0)
+        self.recorder.log_digest("train/reference_weights", self.weights(self.reference), step=0)
 
     def train_on(self, rollout: int, updates: int, batch: Batch) -> dict[str, float]:
         """Take ``updates`` optimizer steps on one rollout, each over all of its tokens.
@@ -87,16 +87,14 @@ class GrpoTrainer(TrainActor):
         advantages = group_advantages(batch["rewards"], self.config.group_size)
         self.recorder.log_digest("train/advantages", advantages, step=rollout)
         own = self._own({**batch, "advantages": advantages}, self.share(self.config.samples))
-        own["reference"] = torch.cat([self._reference_log_probs(own, rows) for rows in self._micro_batches(own)])
+        own["reference"] = torch.cat([self._reference_log_probs(own, rows) for rows in self.config.micro_batches])
         scale = self.context.world_size / self._count_tokens(batch["responses"])
         loss, grad_norm = 0.0, 0.0
         for update in range(updates):
             seen = _Tokens(own["mask"])
-            micro_batches = self._micro_batches(own)
-            count = len(micro_batches)
-            losses = (self._loss(own, rows, scale * count, seen) for rows in micro_batches)
+            losses = (self._loss(own, rows, seen) for rows in self.config.micro_batches)
             step = self.steps_done
-            loss, grad_norm = self.update(losses, count=count)
+            loss, grad_norm = self.update(losses, weights=[scale] * len(self.config.micro_batches))
             if update == 0:  # the trainer still had the engine's weights
                 self.recorder.log(seen.agreement(own), step=step)
             over_ranks = {name: self.mean_over_ranks(value * scale) for name, value in seen.sums.items()}
@@ -105,8 +103,8 @@ class GrpoTrainer(TrainActor):
         reward, accuracy = batch["rewards"].mean().item(), _accuracy(batch["rewards"]).item()
         return {"reward": reward, "accuracy": accuracy, "loss": loss, "grad_norm": grad_norm}
 
-    def _loss(self, own: Batch, rows: slice, scale: float, seen: _Tokens) -> Tensor:
-        """Return the loss of a micro-batch: a sum over its tokens, scaled so that the mean over all counts tokens."""
+    def _loss(self, own: Batch, rows: slice, seen: _Tokens) -> Tensor:
+        """Return the loss of a micro-batch, a sum over its tokens."""
         config = self.config
         mask, old = own["mask"][rows], own[f"{config.old_log_probs}_log_probs"][rows]
         log_probs = response_log_probs(self.model, own["prompts"][rows], own["responses"][rows])
@@ -126,7 +124,7 @@ class GrpoTrainer(TrainActor):
                 "train/ppo_kl": token_sum(old - log_prob, mask),
             }
         )
-        return (policy_loss + config.kl_coefficient * divergence - config.entropy_coefficient * spread) * scale
+        return policy_loss + config.kl_coefficient * divergence - config.entropy_coefficient * spread
 
     @torch.no_grad()
     def _reference_log_probs(self, own: Batch, rows: slice) -> Tensor:
@@ -142,10 +140,6 @@ class GrpoTrainer(TrainActor):
     def _count_tokens(self, responses: Tensor) -> int:
         """Return how many tokens of all ranks' responses count."""
         return int(response_mask(responses, self.task.tokenizer.END).sum())
-
-    def _micro_batches(self, own: Batch) -> list[slice]:
-        size = self.config.micro_batch_size
-        return [slice(start, start + size) for start in range(0, len(own["responses"]), size)]
 
 
 class _Tokens:
@@ -221,8 +215,7 @@ class GrpoEngine(RolloutEngine):
         # All noise of the rollout at once: what a sample draws does not depend on how samples are batched.
         noise = torch.empty(config.samples, task.response_width, task.tokenizer.SIZE)
         noise.exponential_(generator=generator)
-        size = config.micro_batch_size
-        chunks = [self._sample(prompts[i : i + size], noise[i : i + size]) for i in range(0, config.samples, size)]
+        chunks = [self._sample(prompts[rows], noise[rows]) for rows in config.forward_passes]
         batch = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         batch["rewards"] = task.rewards(problems, batch["responses"])
         self._log(rollout, batch)

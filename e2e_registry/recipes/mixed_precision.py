@@ -94,7 +94,7 @@ def fsdp_policy(prefix: str, found: Mapping[str, Precision], policy: DtypePolicy
     """Return what FSDP2 is to do with a module's parameters, inputs and outputs.
 
     Outside of regions models cast their own inputs: only they know which of them, such as noise levels, must stay
-    exact.
+    exact. A region casts all of its inputs, so one that embeds noise levels rounds them to its dtype.
 
     Args:
         prefix: The module's name.

@@ -23,7 +23,8 @@ class RolloutArgs(ActorArgs, RolloutDtypeArgs):
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of a rollout.")] = 8
     group_size: Annotated[int, typer.Option(min=2, help="Samples of a prompt.")] = 8
     micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a forward pass, in engine and trainer; default: a rank's all.")
+        int | None,
+        typer.Option(min=1, help="Samples of a forward pass at most, in engine and trainer; default: a rank's all."),
     ] = None
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the policy updates.")] = 3e-4
     warm_up_steps: Annotated[int, typer.Option(min=0, help="Supervised steps before the first rollout.")] = 90
@@ -55,6 +56,7 @@ class RolloutArgs(ActorArgs, RolloutDtypeArgs):
             "prompts": self.prompts,
             "group_size": self.group_size,
             "micro_batch_size": self.micro_batch_size or samples // self.train_ranks,
+            "train_ranks": self.train_ranks,
             "precision": self.engine_precision(),
         }
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from e2e_registry.recipes.actor import ActorContext
 from e2e_registry.recipes.dtype_policy import DtypeOverride, DtypePolicy, Precision
+from e2e_registry.recipes.generators import drawing_from, stream_seed
 from e2e_registry.recipes.mixed_precision import DTYPES, cast_parameters, compute_dtypes, convert_at_regions
 from e2e_registry.recording.digests import digest_of
 
@@ -23,7 +24,9 @@ class RolloutEngine:
 
     Args:
         context: What :class:`~e2e_registry.recipes.actor.ActorHost` gives.
-        build_model: Builds the policy; its weights are replaced by the first :meth:`load_weights`.
+        build_model: Builds the policy; its weights are replaced by the first :meth:`load_weights`. They are drawn from
+            a seed of their own, so that the engine holds the trainer's weights by no chance: a sync that is missing
+            shows even where the trainer has not learned anything yet.
         precision: Of the parameters and of the forward pass; buffers stay as they are built.
         overrides: Parts that compute in another dtype; give what the trainer is given.
 
@@ -45,13 +48,15 @@ class RolloutEngine:
         self.context = context
         self.recorder = context.recorder
         self.device = context.device
-        self.model = build_model().requires_grad_(False).eval()
+        with drawing_from(stream_seed(context.spec.seed, "weights of an engine before its first sync")):
+            self.model = build_model().requires_grad_(False).eval()
         context.adopt_attention(self.model)
         policy = DtypePolicy(forward=precision, overrides=overrides)
         convert_at_regions(self.model, policy)
         cast_parameters(self.model, compute_dtypes(self.model, policy))
         self.model.to(self.device)
         self.synced_at = -1
+        context.seed_rank()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace all weights by what the trainer exported, already in this engine's precision."""

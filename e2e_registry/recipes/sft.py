@@ -143,7 +143,7 @@ class SftTrainer(TrainActor):
         for chosen in ids[:full].view(-1, self.batch_size):
             step = self.steps_done
             batch = dataset.training_batch(chosen, step).part(part, self.device)
-            loss, grad_norm = self.update([flow_matching_loss(self.model, batch)], count=1)
+            loss, grad_norm = self.update([flow_matching_loss(self.model, batch)])
             metrics = {"train/loss": loss, "train/grad_norm": grad_norm, **self.scaling_metrics}
             if not losses:  # one step an epoch says where a gradient changed; that it changed, every step says
                 metrics |= self.grad_norm_metrics
@@ -159,9 +159,8 @@ class SftTrainer(TrainActor):
         """
         batch = self._opened().held_out_batch().part(slice(None), self.device)
         loss = flow_matching_loss(self.model, batch)
-        step = self.steps_done - 1
-        self.recorder.log({"eval/loss": loss}, step=step)
-        self.recorder.log_digest("model/parameters", self.weights(), step=step)
+        self.recorder.log({"eval/loss": loss}, step=self.steps_done - 1)
+        self.log_parameters()
         return loss.item()
 
     def _opened(self) -> LatentDataset:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor import ActorContext
 from e2e_registry.recipes.dtype_policy import FP32, DtypePolicy, Precision
+from e2e_registry.recipes.generators import drawing_from
 from e2e_registry.recipes.gradients import clip_grad_norm, gradient_norms
 from e2e_registry.recipes.mixed_precision import DTYPES, cast_parameters, compute_dtypes, fsdp_policy, regions
 from e2e_registry.recording.digests import digest_of
@@ -29,7 +30,8 @@ class TrainActor:
     Args:
         context: What :class:`~e2e_registry.recipes.actor.ActorHost` gives.
         build_model: Builds the model on the CPU. It is called under the group's seed, so that all ranks build the
-            same weights; afterwards each rank's generators are its own.
+            same weights; afterwards each rank's global generators are its own
+            (:meth:`~e2e_registry.recipes.actor.ActorContext.seed_rank`).
         build_optimizer: Builds the optimizer over the sharded parameters; :func:`adamw` by default.
         shard: Types of the modules that become FSDP units of their own, besides the root.
         lr: Of the default optimizer.
@@ -62,16 +64,22 @@ class TrainActor:
         self.device = context.device
         self.max_grad_norm = max_grad_norm
         self.dtypes = dtypes
-        self.model = self.sharded(build_model(), shard)
+        self.model = self.sharded(build_model, shard)
         self.exported = self.model
         self.optimizer = (build_optimizer or (lambda parameters: adamw(parameters, lr=lr)))(self.model.parameters())
         self.scaler = _grad_scaler(dtypes, self.device)
         self.steps_done = 0
         self.grad_norms: dict[str, float] = {}
         self.scaling_metrics: dict[str, float] = {}
+        context.seed_rank()
 
-    def sharded(self, model: nn.Module, units: tuple[type[nn.Module], ...]) -> nn.Module:
-        """Give a model that was built on the CPU its attention backend, device and dtypes, and shard it in place."""
+    def sharded(self, build_model: Callable[[], nn.Module], units: tuple[type[nn.Module], ...]) -> nn.Module:
+        """Build a model on the CPU, give it its attention backend, device and dtypes, and shard it.
+
+        Whatever was drawn before, its weights are those of the group's seed, on all ranks: each keeps a part of them.
+        """
+        with drawing_from(self.context.spec.seed):
+            model = build_model()
         self.context.adopt_attention(model)
         cast_parameters(
             model, dict.fromkeys((name for name, _ in model.named_parameters()), DTYPES[self.dtypes.master])
@@ -110,25 +118,27 @@ class TrainActor:
         size = count // world
         return slice(self.context.rank * size, (self.context.rank + 1) * size)
 
-    def update(self, losses: Iterable[Tensor], *, count: int) -> tuple[float, float]:
-        """Take one optimizer step on the mean of ``count`` micro-batch losses.
+    def update(self, losses: Iterable[Tensor], *, weights: Sequence[float] = (1.0,)) -> tuple[float, float]:
+        """Take one optimizer step on the weighted sum of micro-batch losses; of that, on the mean over the ranks.
 
         Args:
             losses: Scalars with gradients, made one at a time, so that one graph is alive at once; equal in number on
-                every rank, each a mean over equally many samples.
-            count: How many there are.
+                every rank.
+            weights: One for each. Where losses are means over samples, the share of the rank's samples that they are
+                means of: then every sample counts alike, however large its micro-batch is. Where they are sums over
+                tokens, the number of ranks over the number of all ranks' tokens.
 
         Returns:
             The loss and the gradient norm before clipping, both over all ranks.
         """
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, loss in enumerate(losses):
+        for index, (loss, weight) in enumerate(zip(losses, weights, strict=True)):
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(index == count - 1)
-            share = loss / count
-            (share if self.scaler is None else self.scaler.scale(share)).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach().double() / count
+                self.model.set_requires_gradient_sync(index == len(weights) - 1)
+            part = loss * weight
+            (part if self.scaler is None else self.scaler.scale(part)).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach().double() * weight
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         self.grad_norms = gradient_norms(self.model)
@@ -157,18 +167,27 @@ class TrainActor:
         distributed.all_reduce(value)
         return value.item() / self.context.world_size
 
-    def weights(self, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
-        """Return the whole state that engines get, gathered, on the CPU; a collective, so call it on every rank.
+    def weights(self, model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+        """Return the whole state of a model, gathered, on the CPU; a collective, so call it on every rank.
 
         Args:
+            model: :attr:`model`, :attr:`exported`, or another that :meth:`sharded` returned.
             dtypes: What parameters are cast to, by name; the others, and all buffers, stay what they are.
         """
         casts = dtypes or {}
         gathered = {
             name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in self.exported.state_dict().items()
+            for name, value in model.state_dict().items()
         }
         return {name: value.detach().to(casts.get(name, value.dtype)).cpu() for name, value in gathered.items()}
+
+    def log_parameters(self) -> None:
+        """Log the digest of the weights that were trained, at the step that made them; after the last, at the latest.
+
+        What :meth:`export_weights` logs is seen before each rollout only, and nothing else sees what the last steps of
+        a run did.
+        """
+        self.recorder.log_digest("model/parameters", self.weights(self.model), step=self.steps_done - 1)
 
     def export_weights(self, step: int, precision: Precision) -> tuple[str, list[Any]]:
         """Log and return the digest of the weights as an engine holds them; rank 0 also puts them where it can fetch.
@@ -184,7 +203,8 @@ class TrainActor:
         """
         import ray
 
-        weights = self.weights(compute_dtypes(self.exported, self.dtypes.computing_in(precision)))
+        dtypes = compute_dtypes(self.exported, self.dtypes.computing_in(precision))
+        weights = self.weights(self.exported, dtypes)
         digest = digest_of(weights)
         self.recorder.log_digest("train/weights", weights, step=step)
         return digest, [ray.put(weights)] if self.context.rank == 0 else []

@@ -43,6 +43,8 @@ def print_change(change: StandardChange, console: Console, *, all_metrics: bool 
         print_line(console, "next: make the recipe repeat; a tolerance is right only where it cannot")
         return
     print_difference(change, console, all_metrics=all_metrics)
+    for warning in change.warnings:
+        print_line(console, f"warning: {warning}", "yellow")
     print_outcome(change, console)
     if change.action is not Action.UNCHANGED:
         print_line(console, f"next: review and commit it: git add {change.path}")

@@ -23,6 +23,7 @@ from torch import distributed
 from e2e_registry import MetricRecorder
 from e2e_registry.comparison import Comparison, compare
 from e2e_registry.recipes.actor import ActorContext, GroupSpec
+from e2e_registry.recipes.train_actor import TrainActor
 from e2e_registry.recording import read_run
 from e2e_registry.series import decode_values
 from e2e_registry.tolerance import Policies
@@ -135,6 +136,23 @@ def skip_the_second_sync(monkeypatch: pytest.MonkeyPatch, engine: type[Any]) -> 
             original(self, weights)
 
     monkeypatch.setattr(engine, "load_weights", load)
+
+
+def skip_an_optimizer_step(number: int) -> Plant:
+    """Have the trainer keep its weights at one of its optimizer steps, counted from 1 with those of the warm-up."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
+        original = TrainActor._step
+        calls: list[int] = []
+
+        def step(self: TrainActor) -> None:
+            calls.append(0)
+            if len(calls) != number:
+                original(self)
+
+        monkeypatch.setattr(TrainActor, "_step", step)
+
+    return plant
 
 
 def shift_groups(monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: str) -> None:

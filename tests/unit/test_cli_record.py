@@ -191,6 +191,37 @@ def test_two_processes_that_share_a_plain_file_are_warned_of_everywhere(reposito
     assert Standard(repository.standard).metrics == {"train/loss"}, "two values a step are legal, so it is no refusal"
 
 
+LAX = """
+import torch
+from e2e_registry import MetricRecorder
+from e2e_registry.determinism import make_deterministic
+
+{strict}
+recorder = MetricRecorder()
+recorder.log({{"train/loss": torch.tensor(1.0)}}, step=0)
+"""
+
+
+def test_a_recipe_that_leaves_the_strict_switches_off_is_recorded_and_checked_with_a_warning(
+    repository: Repository,
+) -> None:
+    test = repository.write_test(metrics=["train/loss"], observe=None)
+    repository.write_recipe(body=LAX.format(strict=""))
+    warning = "warning: not strict in main rank 0: torch.use_deterministic_algorithms is off"
+    recorded = repository.cli("record", "--test", test, "--runs", "1")
+    assert recorded.code == 0
+    assert warning in recorded.out
+    checked = repository.cli("check", "--test", test)
+    assert checked.code == 0
+    assert warning in checked.out
+    (result,) = repository.cli("record", "--test", test, "--runs", "1", "--json").json["tests"]
+    assert any("deterministic_algorithms is off" in text for text in result["warnings"])
+
+    repository.write_recipe(body=LAX.format(strict="make_deterministic(0)"))
+    assert "warning" not in repository.cli("record", "--test", test, "--runs", "1").out
+    assert "warning" not in repository.cli("check", "--test", test).out
+
+
 def test_several_writers_are_kept_apart(repository: Repository) -> None:
     repository.write_recipe(
         body="""

@@ -21,6 +21,7 @@ from local_actors import (
     other_options,
     process_group,
     shift_groups,
+    skip_an_optimizer_step,
     skip_the_second_sync,
     values,
 )
@@ -122,9 +123,18 @@ def test_optimality_is_a_probability_in_the_order_of_rewards_and_even_for_equal_
 
 
 def config(**options: Any) -> DiffusionNftConfig:
-    sizes = {"seed": 0, "denoise_steps": 2, "prompts": 1, "group_size": 2, "micro_batch_size": 2, "precision": "fp32"}
+    sizes = {"seed": 0, "denoise_steps": 2, "prompts": 1, "group_size": 2, "micro_batch_size": 2}
     return DiffusionNftConfig(
-        **{**sizes, "beta": 1.0, "advantage_clip": 1.0, "decay_growth": 0.25, "decay_limit": 0.6, **options}
+        **{
+            **sizes,
+            "train_ranks": 1,
+            "precision": "fp32",
+            "beta": 1.0,
+            "advantage_clip": 1.0,
+            "decay_growth": 0.25,
+            "decay_limit": 0.6,
+            **options,
+        }
     )
 
 
@@ -175,6 +185,16 @@ def test_rollouts_in_turns_repeat_and_come_from_the_policy_that_the_trainer_hold
     assert values(baseline, "train/rollout_lag") == [0.0, 0.0, 0.0]
     assert values(baseline, "rollout/weights_match") == [1.0, 1.0, 1.0]
     assert values(baseline, "train/old_policy_decay") == [0.0, 0.02, 0.04]
+
+
+@pytest.mark.parametrize("size", [5, 7])
+def test_each_sample_counts_alike_in_forward_passes_of_any_size(
+    script: ModuleType, baseline: Path, tmp_path: Path, size: int
+) -> None:
+    run_dir = run(script, tmp_path / "run", micro_batch_size=size)
+    for metric in ("train/nft_loss", "train/grad_norm"):
+        assert values(run_dir, metric) == pytest.approx(values(baseline, metric), rel=1e-4, abs=1e-6)
+    assert values(run_dir, "train/model_output_mean_abs_diff") == [0.0, 0.0, 0.0]
 
 
 def test_the_old_policy_is_where_the_schedule_leaves_it(baseline: Path) -> None:
@@ -255,6 +275,16 @@ def _swap_the_branches(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> N
     monkeypatch.setattr(diffusion_nft, "nft_loss", lambda *args: original(*args[:5], 1.0 - args[5], args[6]))
 
 
+def _keep_the_old_policy_at_last(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
+    original = diffusion_nft.DiffusionNftTrainer.follow
+
+    def follow(self: Any, *, decay: float) -> None:
+        if decay != 0.04:
+            original(self, decay=decay)
+
+    monkeypatch.setattr(diffusion_nft.DiffusionNftTrainer, "follow", follow)
+
+
 @pytest.mark.parametrize(
     ("plant", "first", "step"),
     [
@@ -267,6 +297,8 @@ def _swap_the_branches(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> N
         pytest.param(_drop_a_sample, "rollout/reward/raw_mean", 0, id="a sample dropped"),
         pytest.param(_swap_the_branches, "train/grad_norm", 0, id="positive and negative swapped"),
         pytest.param(_skip_the_second_sync, "rollout/weights", 1, id="second weight sync skipped"),
+        pytest.param(skip_an_optimizer_step(9), "model/parameters", 5, id="last optimizer step skipped"),
+        pytest.param(_keep_the_old_policy_at_last, "model/old_parameters", 5, id="last move of the old policy skipped"),
     ],
 )
 def test_a_planted_fault_shows(

@@ -19,8 +19,9 @@ from e2e_registry import MetricRecorder
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor import ActorContext, AttentionOptions, GroupSpec
 from e2e_registry.recipes.command_line import RolloutDtypeArgs
+from e2e_registry.recipes.digits_policy import DigitsPolicy
 from e2e_registry.recipes.dtype_policy import FP32, DtypeOverride, DtypePolicy, Precision
-from e2e_registry.recipes.mixed_precision import cast_parameters, compute_dtypes, regions
+from e2e_registry.recipes.mixed_precision import cast_parameters, compute_dtypes, convert_at_regions, regions
 from e2e_registry.recipes.rollout_engine import RolloutEngine
 from e2e_registry.recipes.train_actor import TrainActor
 
@@ -127,6 +128,22 @@ def test_overrides_that_split_a_module_or_leave_nothing_are_refused(override: st
         regions(Model(), policy(override, forward="bf16"))
 
 
+@pytest.mark.parametrize(
+    ("override", "is_exact"),
+    [("transformer.transformer_blocks.0.*=bf16", True), ("transformer.time_text_embed.*=bf16", False)],
+)
+def test_noise_levels_stay_exact_but_in_a_region_that_embeds_them(override: str, is_exact: bool) -> None:
+    """At 500 of 1000 bf16 tells multiples of 2 apart."""
+    torch.manual_seed(0)
+    model, dtypes = DigitsPolicy(), policy(override)
+    convert_at_regions(model, dtypes)
+    cast_parameters(model, compute_dtypes(model, dtypes))
+    images, prompts = torch.zeros(1, *DigitsPolicy.SHAPE), torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():
+        first, second = (model(images, torch.tensor([sigma]), prompts) for sigma in (0.5, 0.5004))
+    assert torch.equal(first, second) == (not is_exact)
+
+
 def test_tied_weights_have_one_dtype_under_both_names_and_buffers_keep_theirs() -> None:
     model = Model()
     dtypes = compute_dtypes(model, policy("embedding.*=fp32", forward="bf16"))
@@ -151,8 +168,24 @@ def test_the_engine_follows_the_trainers_dtype_and_another_one_must_be_asked_for
 def test_losses_are_scaled_where_the_forward_pass_is_in_half_precision() -> None:
     assert RolloutDtypeArgs(forward_dtype="fp16", initial_loss_scale=64.0).dtypes().loss_scale == 64.0
     assert RolloutDtypeArgs(forward_dtype="bf16", initial_loss_scale=64.0).dtypes().loss_scale is None
-    with pytest.raises(UsageError, match=r"--master-dtype: .* cannot be unscaled"):
-        RolloutDtypeArgs(forward_dtype="fp16", master_dtype="fp16").dtypes()
+    overridden = RolloutDtypeArgs(forward_dtype="fp16", reduce_dtype="fp16", dtype_override=["a=fp16", "b=bf16"])
+    assert overridden.dtypes().loss_scale == 65536.0
+
+
+@pytest.mark.parametrize("forward", ["fp16", "bf16", "fp32"])
+def test_parameters_in_half_precision_are_refused_before_anything_starts(forward: str) -> None:
+    command = [sys.executable, str(SCRIPTS / "run_sft_digits.py"), "--master-dtype", "fp16", "--forward-dtype", forward]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --master-dtype: gradients of fp16 parameters cannot be unscaled")
+
+
+@pytest.mark.parametrize("forward", ["bf16", "fp32"])
+@pytest.mark.parametrize("flag", ["--reduce-dtype", "--dtype-override"])
+def test_gradients_in_half_precision_without_loss_scaling_are_refused(forward: Precision, flag: str) -> None:
+    options: dict[str, Any] = {"reduce_dtype": "fp16"} if flag == "--reduce-dtype" else {"dtype_override": ["a.*=fp16"]}
+    with pytest.raises(UsageError, match=f"{flag}: gradients in fp16 vanish .* not in {forward}"):
+        RolloutDtypeArgs(forward_dtype=forward, **options).dtypes()
 
 
 @pytest.mark.parametrize("script", ["run_flow_grpo_digits.py", "run_diffusion_nft_digits.py"])
@@ -183,7 +216,7 @@ class Actor(TrainActor):
             loss = (self.model(inputs) - inputs).square().mean()
             if step in big_at and self.context.rank == 1:
                 loss = loss * 1e8
-            value, norm = self.update([loss], count=1)
+            value, norm = self.update([loss])
             history.append({"loss": value, "is_finite": math.isfinite(norm), **self.scaling_metrics})
         return history
 
@@ -196,21 +229,21 @@ def _run(rank: int, folder: Path, dtypes: DtypePolicy, big_at: tuple[int, ...], 
     with MetricRecorder(role="train", rank=rank, run_dir=folder) as recorder:
         context = ActorContext(spec, rank, recorder, torch.device("cpu"))
         actor = Actor(context, dtypes)
-        before = actor.weights()
+        before = actor.weights(actor.model)
         history = actor.train(12, big_at=big_at)
-        after = actor.weights(compute_dtypes(actor.exported, dtypes))
+        after = actor.weights(actor.exported, compute_dtypes(actor.exported, dtypes))
         with torch.no_grad():
             output = actor.model(torch.ones(2, 16))
         engine = RolloutEngine(context, Model, precision=dtypes.forward, overrides=dtypes.overrides)
         engine.load_weights(after)
         facts = {
             "history": history,
-            "moved": not torch.equal(before["embedding.weight"], actor.weights()["embedding.weight"]),
+            "moved": not torch.equal(before["embedding.weight"], actor.weights(actor.model)["embedding.weight"]),
             "held": {name: str(value.dtype) for name, value in after.items()},
             "same_weights": all(torch.equal(value, engine.model.state_dict()[name]) for name, value in after.items()),
             "same_output": torch.equal(engine.model(torch.ones(2, 16)), output),
             "master": {str(value.dtype) for value in actor.model.parameters()},
-            "weights": {name: value.float().sum().item() for name, value in actor.weights().items()},
+            "weights": {name: value.float().sum().item() for name, value in actor.weights(actor.model).items()},
         }
     results.put((rank, facts))
     torch.distributed.destroy_process_group()

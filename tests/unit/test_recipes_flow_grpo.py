@@ -20,6 +20,7 @@ from local_actors import (
     other_options,
     process_group,
     shift_groups,
+    skip_an_optimizer_step,
     skip_the_second_sync,
     values,
 )
@@ -54,7 +55,7 @@ def baseline(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_the_same_seed_repeats(script: ModuleType, baseline: Path, tmp_path: Path) -> None:
     comparison = compare_runs(run(script, tmp_path / "again"), baseline)
     assert comparison.failing == ()
-    assert comparison.num_judged == 34
+    assert comparison.num_judged == 35
 
 
 def test_trainer_and_engine_agree_to_the_bit_in_equal_precision(baseline: Path) -> None:
@@ -63,6 +64,33 @@ def test_trainer_and_engine_agree_to_the_bit_in_equal_precision(baseline: Path) 
     assert values(baseline, "rollout/weights_match") == [1.0, 1.0]
     assert values(baseline, "train/ratio_max")[::2] == [1.0, 1.0]
     assert values(baseline, "train/ratio_max")[1] > 1.0, "a second update that does not move the policy shows nothing"
+
+
+@pytest.mark.parametrize("size", [5, 7, 100])
+def test_each_sample_counts_alike_in_forward_passes_of_any_size(
+    script: ModuleType, baseline: Path, tmp_path: Path, size: int
+) -> None:
+    run_dir = run(script, tmp_path / "run", micro_batch_size=size)
+    for metric in ("train/loss", "train/grad_norm"):
+        assert values(run_dir, metric) == pytest.approx(values(baseline, metric), rel=1e-4, abs=1e-6)
+    assert values(run_dir, "train/model_output_mean_abs_diff") == [0.0, 0.0]
+
+
+def test_the_reward_depends_on_no_policy(
+    script: ModuleType, baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digits_policy.DigitsPolicy.__init__, "__defaults__", (64, 4, 1))
+    failing = {series.key.metric for series in compare_runs(run(script, tmp_path / "run"), baseline).failing}
+    assert "rollout/weights" in failing, "the policy is the same"
+    assert not failing & {"rollout/reward_model", "rollout/reward_model_accuracy", "data/warm_up", "rollout/prompts"}
+
+
+def test_an_engine_that_was_never_given_weights_shows_even_before_anything_was_learned(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow_grpo.FlowGrpoEngine, "load_weights", lambda self, weights: None)
+    faulty = run(script, tmp_path / "faulty", warm_up_steps=0, num_rollout=1)
+    assert values(faulty, "rollout/weights_match") == [0.0]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -117,6 +145,7 @@ def _skip_the_sync(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> None:
         pytest.param(_shift_groups, "train/advantages", 0, id="groups off by one"),
         pytest.param(_drop_a_sample, "rollout/reward/raw_mean", 0, id="a sample dropped"),
         pytest.param(_skip_the_sync, "rollout/weights", 1, id="second weight sync skipped"),
+        pytest.param(skip_an_optimizer_step(7), "model/parameters", 3, id="last optimizer step skipped"),
     ],
 )
 def test_a_planted_fault_shows(

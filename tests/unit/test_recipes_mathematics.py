@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +21,7 @@ from e2e_registry.recipes.actor import ActorContext, AttentionOptions, GroupSpec
 from e2e_registry.recipes.algorithms import clipped_policy_loss, group_advantages
 from e2e_registry.recipes.command_line import parse_env_vars
 from e2e_registry.recipes.flow_matching import SdeStep, noise_schedule, training_pair
+from e2e_registry.recipes.rollout_config import RolloutConfig
 from e2e_registry.recipes.train_actor import TrainActor, clip_grad_norm
 
 
@@ -128,6 +131,27 @@ def test_env_vars_keep_what_follows_the_first_equals_sign() -> None:
         parse_env_vars(["MKL_CBWR"], flag="--train-env-vars")
 
 
+# --- micro-batches ------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 20))
+def test_the_engines_forward_passes_are_the_ranks_micro_batches_and_each_sample_counts_alike(
+    ranks: int, share: int, size: int
+) -> None:
+    config = RolloutConfig(
+        seed=0, prompts=ranks, group_size=share, micro_batch_size=size, train_ranks=ranks, precision="fp32"
+    )
+    samples = list(range(ranks * share))
+    assert [sample for rows in config.forward_passes for sample in samples[rows]] == samples
+    for rank in range(ranks):
+        own = samples[rank * share : (rank + 1) * share]
+        mine = [samples[rows] for rows in config.forward_passes if samples[rows][0] in own]
+        assert mine == [own[rows] for rows in config.micro_batches], "another shape in the engine than on the rank"
+    for rows, weight in zip(config.micro_batches, config.sample_shares, strict=True):
+        assert 1 <= rows.stop - rows.start <= size
+        assert weight / (rows.stop - rows.start) == pytest.approx(1 / share)
+
+
 # --- FSDP over two ranks against one process ---------------------------------------------------------------------
 
 STEPS = 20
@@ -147,9 +171,10 @@ class _Regression(TrainActor):
             inputs = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(step))
             targets = inputs.sin().sum(dim=1, keepdim=True)
             part = self.share(SAMPLES)
-            pairs = zip(inputs[part].chunk(2), targets[part].chunk(2), strict=True)
+            # Micro-batches of 5, 5, 5 and 1 in one process, of 5 and 3 on each of two ranks.
+            pairs = list(zip(inputs[part].split(5), targets[part].split(5), strict=True))
             losses = ((self.model(x) - y).square().mean() for x, y in pairs)
-            history.append(self.update(losses, count=2))
+            history.append(self.update(losses, weights=[len(x) / len(inputs[part]) for x, _ in pairs]))
         return history
 
 
@@ -161,8 +186,9 @@ def _train(rank: int, world_size: int, folder: Path, results: Any) -> None:
     with MetricRecorder(role="train", rank=rank, run_dir=folder) as recorder:
         actor = _Regression(ActorContext(spec, rank, recorder, torch.device("cpu")))
         history = actor.train()
-        weights = {name: value.tolist() for name, value in actor.weights().items()}
-    results.put((rank, history, weights))
+        weights = {name: value.tolist() for name, value in actor.weights(actor.model).items()}
+        noise = (random.random(), float(np.random.random()), torch.rand(()).item())
+    results.put((rank, history, weights, noise))
     torch.distributed.destroy_process_group()
 
 
@@ -180,10 +206,13 @@ def _train_over(world_size: int, folder: Path) -> list[Any]:
 
 
 def test_two_fsdp_ranks_train_as_one_process_does(tmp_path: Path) -> None:
-    ((_, alone, weights_alone),) = _train_over(1, tmp_path / "one")
-    (_, first, weights), (_, second, other_weights) = _train_over(2, tmp_path / "two")
+    ((_, alone, weights_alone, noise_alone),) = _train_over(1, tmp_path / "one")
+    (_, first, weights, noise), (_, second, other_weights, other_noise) = _train_over(2, tmp_path / "two")
     assert first == second  # both ranks report what holds over all ranks
     assert weights == other_weights
+    # Dropout and the like must not do to one rank's samples what it does to another's, and must repeat.
+    assert noise == noise_alone
+    assert not set(noise) & set(other_noise)
     assert alone[-1][0] < 0.5 * alone[0][0]
     for (loss, norm), (loss_alone, norm_alone) in zip(first, alone, strict=True):
         assert loss == pytest.approx(loss_alone, rel=RELATIVE_ERROR)

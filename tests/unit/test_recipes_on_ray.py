@@ -19,7 +19,7 @@ ACTOR = """
 import os, signal, time
 import torch
 from torch import distributed
-from e2e_registry.errors import UsageError
+from e2e_registry.errors import StorageError, UsageError
 from e2e_registry.recipes.train_actor import TrainActor
 
 class Tiny(TrainActor):
@@ -28,7 +28,7 @@ class Tiny(TrainActor):
 
     def train(self, step):
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))[self.share(8)]
-        loss, norm = self.update([self.model(inputs).square().mean()], count=1)
+        loss, norm = self.update([self.model(inputs).square().mean()])
         self.recorder.log({"train/loss": loss, "train/grad_norm": norm}, step=step)
 
     def fail(self, how):
@@ -39,6 +39,8 @@ class Tiny(TrainActor):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raise":
             raise ValueError("the loss is NaN at step 3")
+        if how == "read":
+            raise StorageError("cannot read the cache", where="cache")
         if how == "refuse":
             raise UsageError("there is no such layer", where="--layer", hint="give another")
 
@@ -51,24 +53,32 @@ RECIPE = """
 import sys, typer
 from dataclasses import dataclass, field
 from typing import Annotated
+from e2e_registry.determinism.attention import NativeKernel
 from e2e_registry.recipes.actor_group import AttentionOptions, GroupSpec, launch
 from e2e_registry.recipes.command_line import command_line, parse_env_vars
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptArgs:
     fail: str = "no"
+    device: str = "cpu"
+    ranks: int = 2
+    kernel: str | None = None
+    ray_address: str = "local"
     train_env_vars: Annotated[list[str], typer.Option()] = field(default_factory=list)
 
 def run(args: ScriptArgs) -> None:
     spec = GroupSpec(
         role="train",
         actor="tiny_actor:Tiny",
-        world_size=2,
+        world_size=args.ranks,
+        device=args.device,
         deterministic=True,
         env_vars=parse_env_vars(args.train_env_vars, flag="--train-env-vars"),
-        attention=AttentionOptions(library=None),
+        attention=AttentionOptions(
+            library=None, native_kernels=() if args.kernel is None else (NativeKernel("torch", args.kernel),)
+        ),
     )
-    with launch([spec]) as (train,):
+    with launch([spec], address=args.ray_address) as (train,):
         for step in range(3):
             train.call("train", step)
         print("CUBLAS_WORKSPACE_CONFIG", train.call("initial_variable", "CUBLAS_WORKSPACE_CONFIG"), flush=True)
@@ -197,6 +207,28 @@ def test_an_actor_that_dies_ends_the_recipe_and_nothing_else(
     assert ask(bystander) == "2"
     lines = (repository.runs[-1] / "metrics.train.rank0.jsonl").read_text().splitlines()
     assert [line.partition(", ")[0] for line in lines[1:]] == [f'{{"step": {step}' for step in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--device", "cuda"), 2, "error: the groups need 2 GPUs and Ray has 0\n"),
+        (("--kernel", "no_such_kernel"), 2, "error: these attention kernels run without `deterministic=True`"),
+        (("--fail", "read"), 6, "error: cache: cannot read the cache\n"),
+    ],
+    ids=["too few GPUs", "a kernel that cannot be forced", "a file that cannot be read"],
+)
+def test_what_actors_find_wrong_ends_the_recipe_at_once_with_the_errors_own_exit_code(
+    repository: Repository, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    declare(repository)
+    command = [sys.executable, str(repository.root / "scripts/tiny.py"), *arguments]
+    variables = {**os.environ, "PYTHONPATH": str(repository.root / "scripts"), "CUDA_VISIBLE_DEVICES": ""}
+    # Where there are too few devices, Ray would wait for them for ever.
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=90)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_what_an_actor_refuses_ends_the_recipe_as_if_the_driver_had_refused_it(repository: Repository) -> None:

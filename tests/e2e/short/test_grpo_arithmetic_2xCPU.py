@@ -8,12 +8,14 @@ register_e2e_ci(
     profile="cpu-portable",
     script="scripts/run_grpo_arithmetic.py",
     args=["--num-rollout", "4", "--deterministic-mode"],
+    seed=0,
     num_cpus=2,
     # Some hosts set this one for every process, to the core type of their own CPU, and the caller's environment goes
     # before the profile. What a registration sets goes before both.
     env={"OPENBLAS_CORETYPE": "Nehalem"},
     metrics=[
         "data/warm_up",
+        "model/parameters",
         "rollout/accuracy",
         "rollout/log_probs",
         "rollout/prompts",

@@ -20,6 +20,7 @@ register_e2e_ci(
         "512",
         "--deterministic-mode",
     ],
+    seed=0,
     num_cpus=2,
     # Some hosts set this one for every process, to the core type of their own CPU, and the caller's environment goes
     # before the profile. What a registration sets goes before both.
