@@ -153,8 +153,8 @@ def _values(fact: Any) -> Iterator[Any]:
 
 
 def _slugified(text: str) -> str:
-    """Return text in lower-case letters, digits, ``_``, ``.`` and single hyphens; a long one is cut, with a digest."""
-    slug = re.sub(r"[^a-z0-9_.]+", "-", text.lower()).strip("-._")
+    """Return text in lower-case letters, digits, ``_``, single ``.`` and ``-``; a long one is cut, with a digest."""
+    slug = re.sub(r"[^a-z0-9_.]+", "-", re.sub(r"\.+", ".", text.lower())).strip("-._")
     if slug and len(slug) <= _LONGEST_NAME:
         return slug
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from e2e_registry.determinism.state import read_state
@@ -552,6 +552,7 @@ FOREIGN = st.text(min_size=1, max_size=80)
 
 
 @given(gpu=FOREIGN, machine=FOREIGN, tag=FOREIGN, version=FOREIGN, count=st.integers(1, 99))
+@example(gpu="A..1", machine="x..86", tag="0..0", version="1..2", count=1)
 def test_slugs_are_safe_in_file_names(gpu: str, machine: str, tag: str, version: str, count: int) -> None:
     slugs = [
         platform_slug("cuda", platform={"gpus": [gpu]}, gpu_count=count, tag=tag),

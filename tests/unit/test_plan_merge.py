@@ -612,6 +612,25 @@ def test_reports_are_bounded(planned: Repository) -> None:
     Tags(written)
 
 
+def failing(test: str, **result: Any) -> MergedVerdict:
+    return MergedVerdict(test=test, platform=PORTABLE, verdict=TestVerdict.MISMATCH, result=result)
+
+
+def test_a_step_gets_as_many_annotations_of_a_kind_as_it_shows() -> None:
+    merged = MergedResults(verdicts=[failing(f"test_{n}.py") for n in range(30)], warnings=["odd"] * 30)
+    kinds = [command.split("::")[1].split()[0] for command in workflow_commands(merged)]
+    assert kinds == ["error"] * 10 + ["warning"] * 10
+
+
+def test_what_explains_nothing_alone_is_the_last_of_an_environment() -> None:
+    facts = [
+        {"group": "platform", "name": "host", "want": "a", "got": "b", "is_informational": True},
+        {"group": "recipe", "name": "lr", "want": "1", "got": "2", "is_informational": False},
+    ]
+    written = summary(MergedResults(verdicts=[failing(TEST, environment=facts)]), next_step=None)
+    assert 0 < written.index("<code>lr</code>") < written.index("<code>host</code>")
+
+
 def test_a_real_mismatch_is_shown_first(planned: Repository) -> None:
     planned.record()
     planned.write_test("test_fine", script="scripts/fine.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -45,6 +46,12 @@ def test_labels_add_to_the_tests_that_have_none(labelled: Repository) -> None:
     assert listed(labelled, "--labels", '["bug"]') == ["always"]
     assert listed(labelled, "--labels", '["run-ci-all"]') == ["always", "both", "other", "sft"]
     assert listed(labelled, "--labels", "rl", "--match-all-labels") == ["always", "both", "other", "sft"]
+
+
+def test_a_test_that_is_named_twice_is_selected_once(labelled: Repository) -> None:
+    name = labelled.write_test("test_idle", disabled="for now")
+    named = labelled.cli("check", "--json", "--test", name, "--test", f"./{name}", "--test", labelled.root / name)
+    assert [test["subject"] for test in named.json["tests"]] == [name]
 
 
 @pytest.mark.parametrize(
@@ -106,8 +113,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Registration:
 
 
 def make_tests(template: Registration, times: list[float]) -> list[Registration]:
-    from dataclasses import replace
-
     return [replace(template, test_id=f"tests/e2e/test_{n:03}.py", est_time=t) for n, t in enumerate(times)]
 
 
@@ -134,6 +139,12 @@ def test_the_longest_go_first_and_ties_by_id(template: Registration) -> None:
     tests = make_tests(template, [1, 1, 1, 1, 4, 4])
     names = [[test.test_id[-6:-3] for test in part] for part in partition(tests, 3)]
     assert names == [["004"], ["005"], ["000", "001", "002", "003"]]
+
+
+def test_a_disabled_test_takes_no_time(template: Registration) -> None:
+    disabled, *others = make_tests(template, [10, 4, 4])
+    parts = partition([replace(disabled, disabled="for now"), *others], 2)
+    assert [[test.test_id[-6:-3] for test in part] for part in parts] == [["000", "001"], ["002"]]
 
 
 @given(
