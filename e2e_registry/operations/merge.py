@@ -160,7 +160,7 @@ def _problem_with_results(job: Mapping[str, Any], data: Mapping[str, Any]) -> st
     not_run = data.get("not_run")
     if data.get("status", "complete") != "complete" or not_run:
         which = f"; not run: {_listed(not_run)}" if not_run else ""
-        return f"the results are partial ({data.get('why_partial', 'unfinished')!s:.40}){which}"
+        return f"the results are partial ({data.get('why_partial') or 'unfinished'!s:.40}){which}"
     command, code = job.get("command", "check"), job.get("exit_code", ExitCode.OK)
     if code is None:
         return f"{command:.40} did not come to its end"

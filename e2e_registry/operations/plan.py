@@ -201,7 +201,11 @@ def make_plan(
             hint="take fewer partitions, or one platform a run",
         )
     anywhere = [test for test in registrations if only is None or (test.test_id, None) in only]
-    warnings = [*_unplanned(anywhere, expected, chosen), *_undeclared(only or (), settings)]
+    warnings = [
+        *_unplanned(anywhere, expected, chosen),
+        *_never_judged(anywhere, expected, settings),
+        *_undeclared(only or (), settings),
+    ]
     if not jobs and not may_be_empty:
         excuses = [f"{verdict.test} on {verdict.platform}: {verdict.excuse}" for verdict in expected]
         raise NothingSelectedError("no job is planned", hint="\n  ".join([*warnings, *excuses][:_MAX_REASONS]) or None)
@@ -288,6 +292,18 @@ def _unplanned(
         f"{f' with {test.num_gpus} GPU(s)' if test.num_gpus else ''} is on {', '.join(platforms)}"
         for test in registrations
         if test.test_id not in planned
+    ]
+
+
+def _never_judged(
+    registrations: Sequence[Registration], expected: Sequence[ExpectedVerdict], settings: Settings
+) -> list[str]:
+    """Say which tests name platforms alone that no runner offers, as after an axis or a tag joined the slugs."""
+    planned = {verdict.test for verdict in expected}
+    return [
+        f"{test.test_id} needs no verdict anywhere: its platforms= ({', '.join(test.platforms)}) names no declared one"
+        for test in registrations
+        if test.test_id in planned and not any(map(test.requires_verdict, settings.platforms))
     ]
 
 

@@ -160,6 +160,10 @@ def test_renaming_the_platforms_does_not_switch_verdicts_off(planned: Repository
     (planned.root / "plan.json").write_text(json.dumps(plan(planned)))
     (planned.root / "artifacts").mkdir()
     assert merge(planned, "--plan", "plan.json").code == 4
+    planned.write_test(platforms=[PORTABLE])  # then it asks for no verdict, which somebody has to hear of
+    found = plan(planned)
+    assert [verdict["excuse"] for verdict in found["expected"]] == ["platforms= does not name it"]
+    assert found["warnings"] == [f"{TEST} needs no verdict anywhere: its platforms= ({PORTABLE}) names no declared one"]
 
 
 def test_a_new_platform_is_excused_only_beside_one_whose_verdict_is_required(planned: Repository) -> None:
