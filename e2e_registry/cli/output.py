@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
+from e2e_registry.printable import STEERING, printable_line
+
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
@@ -68,7 +70,9 @@ def lasting_output() -> Iterator[None]:
 
 def print_json(data: Any) -> None:
     """Print one JSON document, and nothing else, to standard output."""
-    typer.echo(json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False))
+    text = json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False)
+    # JSON escapes the control characters of ASCII alone; what is left of them stands inside strings.
+    typer.echo(STEERING.sub(lambda match: json.dumps(match[0]).strip('"'), text))
 
 
 @contextlib.contextmanager
@@ -89,7 +93,7 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
 
         def show(line: str) -> None:
             room = max(console.width - len(title) - 8, 20)
-            status.update(escape(f"{title}  {line.strip()[:room]}"))
+            status.update(escape(f"{title}  {printable_line(line.strip())[:room]}"))
 
         yield show
 
@@ -140,7 +144,7 @@ class SuiteProgress:
         def show(line: str) -> None:
             with self._lock:
                 if test in self._lines:
-                    self._lines[test] = line.strip()
+                    self._lines[test] = printable_line(line.strip())
 
         return show
 
