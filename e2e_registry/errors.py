@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
+from e2e_registry.printable import printable
+
 
 class ExitCode(enum.IntEnum):
     """What a command tells the shell. Part of the contract: scripts branch on these."""
@@ -75,9 +77,9 @@ class RegistryError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        """Render as ``where: message`` and the hint on a line of its own."""
+        """Render as ``where: message`` and the hint on a line of its own; a terminal shows it and obeys none of it."""
         text = self.message if self.where is None else f"{self.where}: {self.message}"
-        return text if self.hint is None else f"{text}\n  {self.hint}"
+        return printable(text if self.hint is None else f"{text}\n  {self.hint}")
 
 
 class UsageError(RegistryError):

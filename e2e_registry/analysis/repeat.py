@@ -20,6 +20,8 @@ from e2e_registry.errors import RecipeError, UsageError
 from e2e_registry.operations.record import require_complete
 from e2e_registry.operations.running import ObservedRun
 from e2e_registry.operations.standards import display_path
+from e2e_registry.reports.values import listed
+from e2e_registry.series import SeriesKey
 
 OnStage = Callable[[str], None]
 
@@ -163,7 +165,20 @@ class _Repetition:
 
     def _control(self, first: _KeptRun) -> Control | None:
         seed = self._control_seed
-        return None if seed is None else Control(seed, self._compared(self._kept(f"control, seed {seed}", seed), first))
+        if seed is None:
+            return None
+        run = self._kept(f"control, seed {seed}", seed)
+        return Control(seed, self._compared(run, first), {**self._numeric(first), **self._numeric(run)})
+
+    def _numeric(self, kept: _KeptRun) -> dict[SeriesKey, bool]:
+        """Return the judged series that hold numbers, with whether these are floats."""
+        policies = self._workload.policies(kept.metrics)
+        dtypes = {} if kept.run.recording is None else kept.run.recording.dtypes
+        return {
+            key: any(dtype.is_float for dtype in found)
+            for key, found in dtypes.items()
+            if policies.policy(key.metric).is_judged and not all(dtype.is_digest for dtype in found)
+        }
 
     def _cost(self) -> Cost | None:
         if self._plain is None:
@@ -189,6 +204,7 @@ class _Repetition:
 
     def _warnings(self, first: _KeptRun, control: Control | None) -> Iterator[str]:
         yield from (f"not on the profile: {pin}" for pin in first.run.pins)
+        yield from first.run.warnings
         if self._options.has_control and self._control_seed is None:
             where = (
                 "the test declares no seed= (or give --control-seed)"
@@ -198,6 +214,10 @@ class _Repetition:
             yield f"no different-seed control: {where}; so it is not shown that the runs measure anything"
         elif control is not None and control.differs and first.metrics and control.comparison.are_metrics_equal:
             yield f"under seed {control.seed} only checkpoints differ: no metric notices the seed"
+        elif control is not None and control.differs and control.idle_series:
+            idle = listed([str(key) for key in control.idle_series])
+            seeds = f"under seed {control.seed} as under seed {self._seed}"
+            yield f"the same {seeds}, so equal runs say little of it: {idle}"
 
 
 def _seeds(workload: Workload, options: RepeatOptions) -> tuple[int | None, int | None]:

@@ -38,6 +38,7 @@ from e2e_registry.cli import (
 from e2e_registry.cli.output import lasting_output
 from e2e_registry.cli.parsing import CommandAfterDashes, ManyValues
 from e2e_registry.errors import ExitCode, RegistryError, UsageError, usable_files
+from e2e_registry.printable import printable
 
 #: Set to see the traceback of an internal error.
 DEBUG_VARIABLE = "E2E_REGISTRY_DEBUG"
@@ -82,7 +83,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
                 traceback.print_exc()
             place = traceback.extract_tb(error.__traceback__)[-1]
             at = f"{os.path.basename(place.filename)}:{place.lineno}"
-            typer.echo(f"internal error: {type(error).__name__}: {error} ({at})", err=True)
+            typer.echo(f"internal error: {type(error).__name__}: {printable(str(error))} ({at})", err=True)
             typer.echo(f"  this is a fault of e2e-registry: report it with the output of {DEBUG_VARIABLE}=1", err=True)
             raise typer.Exit(ExitCode.INTERNAL) from None
 

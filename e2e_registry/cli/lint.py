@@ -13,6 +13,7 @@ import typer
 from e2e_registry.cli import options
 from e2e_registry.cli.output import print_json, require_output
 from e2e_registry.errors import ExitCode, NothingSelectedError, UsageError
+from e2e_registry.printable import printable
 
 if TYPE_CHECKING:
     from e2e_registry.determinism.lint import LintReport
@@ -86,7 +87,7 @@ def _print_report(report: LintReport, output: LintFormat) -> None:
     if output is LintFormat.JSON:
         print_json(report_json(report))
     else:
-        typer.echo(render_github(report) if output is LintFormat.GITHUB else render_text(report))
+        typer.echo(render_github(report) if output is LintFormat.GITHUB else printable(render_text(report)))
 
 
 def _print_documentation(explain: str | None, output: LintFormat) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from e2e_registry.errors import StorageError
+from e2e_registry.printable import printable_line
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -165,7 +166,7 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
 
         def show(line: str) -> None:
             room = max(console.width - len(title) - 8, 20)
-            status.update(escape(f"{title}  {line.strip()[:room]}"))
+            status.update(escape(f"{title}  {printable_line(line.strip())[:room]}"))
 
         yield show
 
@@ -224,7 +225,7 @@ class SuiteProgress:
         def show(line: str) -> None:
             with self._lock:
                 if test in self._lines:
-                    self._lines[test] = line.strip()
+                    self._lines[test] = printable_line(line.strip())
 
         return show
 

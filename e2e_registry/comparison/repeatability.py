@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from e2e_registry.comparison.assessment import comparison_to_json
 from e2e_registry.comparison.checkpoints import CheckpointComparison
 from e2e_registry.comparison.result import Comparison, Verdict
 from e2e_registry.errors import ExitCode
+from e2e_registry.series import SeriesKey
 
 if TYPE_CHECKING:
     from e2e_registry.environment import EnvironmentDifference
@@ -75,24 +76,37 @@ class Control:
     Attributes:
         seed: Its seed.
         comparison: The run against the first run.
+        numeric: The judged series of either run that hold numbers, with whether these are floats.
     """
 
     seed: int
     comparison: RunComparison
+    numeric: Mapping[SeriesKey, bool]
 
     @property
     def differs(self) -> bool:
-        """Whether the seed reaches what is measured: a judged value, or a weight in a checkpoint.
+        """Whether the seed reaches what is trained: a judged number, or a weight in a checkpoint.
 
-        A seed or a generator's state that a checkpoint keeps differs by itself, and shows nothing.
+        Sample ids may follow a seed that no weight ever sees, so a digest counts only where no float is judged. A seed
+        or a generator's state that a checkpoint keeps differs by itself, and shows nothing.
         """
-        return not self.comparison.are_metrics_equal or any(
+        moved = {result.key for result in self.comparison.metrics.series if result.verdict is Verdict.MISMATCH}
+        if any(self.numeric.values()):
+            moved &= self.numeric.keys()
+        return bool(moved) or any(
             difference.is_in_weights for file in self.comparison.checkpoints.files for difference in file.differences
         )
 
+    @property
+    def idle_series(self) -> tuple[SeriesKey, ...]:
+        """The judged series of numbers that are the same under both seeds."""
+        results = self.comparison.metrics.series
+        return tuple(r.key for r in results if r.key in self.numeric and r.verdict is Verdict.MATCH)
+
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints for the control."""
-        return {"seed": self.seed, "differs": self.differs, **self.comparison.to_json()}
+        idle = [str(key) for key in self.idle_series]
+        return {"seed": self.seed, "differs": self.differs, "idle_series": idle, **self.comparison.to_json()}
 
 
 @dataclass(frozen=True, slots=True)

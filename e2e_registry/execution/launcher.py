@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from e2e_registry.errors import StorageError, UsageError
 from e2e_registry.execution import processes, supervisor
+from e2e_registry.printable import printable
 from e2e_registry.recording.layout import (
     FORMAT,
     METRICS_FILE,
@@ -544,7 +545,6 @@ class _LineSplitter:
 
 
 _ANSI_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-_UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def log_tail(path: Path, lines: int = 20, max_bytes: int = 16 * 1024) -> str:
@@ -578,8 +578,7 @@ def log_tail(path: Path, lines: int = 20, max_bytes: int = 16 * 1024) -> str:
 
 def _printable(line: bytes) -> str:
     text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-    text = _ANSI_SEQUENCE.sub("", text)
-    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return printable(_ANSI_SEQUENCE.sub("", text))
 
 
 def _signal_name(number: int | None) -> str:

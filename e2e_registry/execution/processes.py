@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from e2e_registry.printable import printable_line
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -156,12 +158,13 @@ def _below(roots: list[Process], table: dict[int, Process]) -> list[Process]:
 
 
 def command_line(pid: int, limit: int = 200) -> str:
-    """Return the command line of ``pid`` for people, cut at ``limit`` characters; ``""`` if it is gone."""
+    """Return the command line of ``pid`` for people, on one line, cut at ``limit`` characters; ``""`` if it is gone."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
             text = file.read(4 * limit).rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+    text = printable_line(text)  # a process says of itself what it likes
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -31,6 +31,7 @@ _BLOCK = 1 << 20
 #: Runs of a pull request's head commit that are asked for artifacts, newest first.
 _MAX_RUNS = 20
 _MAX_PAGES, _PAGE = 10, 100
+_NOT_FOUND, _GONE = 404, 410
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class _GitHub:
             code = gh.wait()
             errors.seek(0)
             said = errors.read().decode(errors="replace")
-        if code != 0 and "410" in said:
+        if code != 0 and _http_status(said) == _GONE:
             raise expired
         if code != 0:
             raise _failure(said)
@@ -231,7 +232,7 @@ class _GitHub:
         done = subprocess.run(self._command(address), **self._settings(), capture_output=True, check=False)
         said = done.stderr.decode(errors="replace")
         if done.returncode != 0:
-            if may_be_absent and "404" in said:
+            if may_be_absent and _http_status(said) == _NOT_FOUND:
                 return None
             raise _failure(said)
         try:
@@ -264,6 +265,15 @@ def _entries(answer: Any, name: str) -> list[dict[str, Any]]:
 def _text(data: Any, name: str) -> str | None:
     value = data.get(name) if isinstance(data, dict) else None
     return value if isinstance(value, str) and value.isprintable() else None
+
+
+def _http_status(said: str) -> int | None:
+    """Return the status that GitHub answered with, as gh says it: ``gh: Not Found (HTTP 404)``; None if it says none.
+
+    gh also repeats the address that it asked for, and a run's id may hold any three digits.
+    """
+    found = re.search(r"\bHTTP (\d{3})\b", said)
+    return None if found is None else int(found[1])
 
 
 def _failure(said: str) -> ArtifactError:

@@ -7,11 +7,12 @@ import os
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +28,7 @@ from e2e_registry.comparison import (
 )
 from e2e_registry.comparison.assessment import Repeat, RepeatLabel
 from e2e_registry.comparison.result import largest_first
+from e2e_registry.printable import printable
 from e2e_registry.reports.values import (
     MAX_SHOWN,
     capped,
@@ -70,12 +72,21 @@ VERDICT_STYLES = {
 }
 
 
+class _Console(Console):
+    """Shows what it is given and obeys none of it: names, values and output come from whatever was run."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Render as rich does, with what would steer a terminal written as escapes."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """Return the console that commands print to: as wide as the terminal, or fixed where there is none."""
     # The stream of now: whoever redirects standard output later, such as to keep another library's words out of it,
     # does not mean the results.
     stream = sys.stderr if stderr else sys.stdout
-    console = Console(file=stream, highlight=False, emoji=False, markup=False)
+    console = _Console(file=stream, highlight=False, emoji=False, markup=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = LOG_WIDTH
     return console
@@ -84,7 +95,7 @@ def make_console(*, stderr: bool = False) -> Console:
 def rendered(print_to: Callable[[Console], None]) -> str:
     """Return as plain text what is printed to a console: for logs and messages that others show."""
     file = io.StringIO()
-    console = Console(file=file, width=LOG_WIDTH, color_system=None, highlight=False, emoji=False, markup=False)
+    console = _Console(file=file, width=LOG_WIDTH, color_system=None, highlight=False, emoji=False, markup=False)
     print_to(console)
     return file.getvalue().rstrip("\n")
 

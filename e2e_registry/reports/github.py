@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from e2e_registry.comparison.merged import MergedResults, MergedVerdict
+from e2e_registry.printable import printable
 from e2e_registry.reports.console import MAX_LARGEST
 from e2e_registry.reports.markdown import bounded, code, preformatted, text
 from e2e_registry.reports.merged import headline, verdict_text, what_text
@@ -119,8 +120,7 @@ def workflow_commands(merged: MergedResults) -> list[str]:
 
 def _command(kind: str, message: str, **properties: str) -> str:
     def data(value: str) -> str:
-        shown = value[:1000].encode("utf-8", "backslashreplace").decode()
-        return shown.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        return printable(value[:1000].replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A"))
 
     listed = ",".join(f"{k}={data(v).replace(':', '%3A').replace(',', '%2C')}" for k, v in properties.items())
     return f"::{kind} {listed}::{data(message)}" if listed else f"::{kind}::{data(message)}"

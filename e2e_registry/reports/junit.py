@@ -7,10 +7,9 @@ import re
 from collections.abc import Sequence
 
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
-from rich.console import Console
 
 from e2e_registry.comparison import Assessment, TestVerdict
-from e2e_registry.reports.console import LOG_WIDTH, print_assessment
+from e2e_registry.reports.console import assessment_text
 
 #: Verdicts of the numbers are failures, everything that kept them from being judged is an error.
 _FAILURES = (TestVerdict.MISMATCH, TestVerdict.NO_STANDARD, TestVerdict.INCOMPARABLE)
@@ -52,7 +51,7 @@ def _new_case(test: str) -> TestCase:
 def _case(assessment: Assessment) -> TestCase:
     case = _new_case(assessment.subject)
     case.time = assessment.duration_s or 0.0
-    verdict, report = assessment.verdict, _report(assessment)
+    verdict, report = assessment.verdict, assessment_text(assessment) + "\n"
     message = f"{verdict.value}: {_headline(assessment)}"
     if verdict is TestVerdict.SKIPPED or (assessment.quarantine is not None and not verdict.is_success):
         case.result = [_result(Skipped, message, verdict.value, report)]
@@ -83,15 +82,6 @@ def _headline(assessment: Assessment) -> str:
         first = comparison.first_divergence
         return f"first divergence {first.key}, step {first.step}"
     return "see the report"
-
-
-def _report(assessment: Assessment) -> str:
-    console = Console(
-        file=io.StringIO(), width=LOG_WIDTH, highlight=False, emoji=False, markup=False, color_system=None
-    )
-    with console.capture() as capture:
-        print_assessment(assessment, console)
-    return capture.get()
 
 
 def _text(text: str) -> str:

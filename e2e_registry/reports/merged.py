@@ -8,6 +8,7 @@ from rich.text import Text
 
 from e2e_registry.comparison import TestVerdict
 from e2e_registry.comparison.merged import MergedResults, MergedVerdict
+from e2e_registry.printable import printable_line
 from e2e_registry.reports.console import VERDICT_STYLES, print_line, print_lines, print_table, print_warnings
 from e2e_registry.reports.recorded import first_divergence, first_reason
 from e2e_registry.reports.values import count_text
@@ -35,8 +36,7 @@ def print_merged(merged: MergedResults, console: Console) -> None:
 
 def one_line(value: str, limit: int = 300) -> str:
     """Return text that a terminal shows and does not obey: control characters escaped, on one line, clipped."""
-    shown = value if len(value) <= limit else value[: limit - 1] + "…"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in shown)
+    return printable_line(value if len(value) <= limit else value[: limit - 1] + "…")
 
 
 def _style(verdict: MergedVerdict) -> str:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from e2e_registry.comparison.checkpoints import CheckpointComparison, EntryDifference, EntryFault, FileComparison
 from e2e_registry.comparison.repeatability import Control, Cost, RepeatResult, RepeatVerdict, RunComparison
-from e2e_registry.reports.console import print_comparison, print_environment, print_line
+from e2e_registry.reports.console import print_comparison, print_environment, print_line, print_warnings
 from e2e_registry.reports.values import count_text, listed, pair_text
 
 #: Differing files, and differing entries of each, that a report shows before it only counts.
@@ -36,8 +36,7 @@ def print_repeat(result: RepeatResult, console: Console, *, all_metrics: bool = 
         _print_control(result, result.control, console)
     if result.cost is not None:
         print_line(console, _cost_text(result.cost))
-    for warning in result.warnings:
-        print_line(console, f"warning: {warning}", "yellow")
+    print_warnings(result.warnings, console)
     kept = [result.first_run, *(comparison.run for comparison in result.comparisons)]
     print_line(console, f"kept runs: {listed(kept)}", "dim")
 
@@ -122,6 +121,15 @@ def _difference_text(difference: EntryDifference) -> str:
 
 
 def _print_control(result: RepeatResult, control: Control, console: Console) -> None:
+    if not control.differs and control.comparison.metrics.failing:
+        digests = listed([str(result.key) for result in control.comparison.metrics.failing])
+        message = (
+            f"control: seed {control.seed} changes {digests}, and no judged number: all equal those of seed "
+            f"{result.seed}. The seed does not reach what is trained, so equal runs prove nothing: do the weights, or "
+            "what they are trained on, depend on it?"
+        )
+        print_line(console, message, "red")
+        return
     if not control.differs:
         message = (
             f"control: seed {control.seed} gives the same bits as seed {result.seed}. The seed reaches nothing that is "

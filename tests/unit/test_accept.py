@@ -721,6 +721,11 @@ def test_gh_that_fails_or_is_absent_says_what_to_do(
     changed: tuple[Repository, Path], gh: FakeGh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository, _ = changed
+    for digits in ("404", "410"):
+        # Report: a timeout for run 18240451 was read as "GitHub knows no run 18240451".
+        gh.answers({}, fails=f'error: Get "https://api.github.com/repos/o/n/actions/runs/18{digits}51": i/o timeout')
+        timed_out = accept(repository, f"18{digits}51", "--yes")
+        assert (timed_out.code, "i/o timeout" in timed_out.err, "knows no" in timed_out.err) == (6, True, False)
     gh.answers({}, fails="gh: \x1b[31mnot logged in")
     result = accept(repository, "1234", "--yes")
     assert (result.code, "gh auth status" in result.err, "\x1b" in result.err) == (6, True, False)

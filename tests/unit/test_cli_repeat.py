@@ -92,6 +92,35 @@ def test_an_equal_control_is_a_finding(repository: Repository) -> None:
     assert repository.cli("repeat", "--test", TEST, "--no-control").code == 0
 
 
+SEEDED_DATA = """
+import random, sys
+from e2e_registry import MetricRecorder
+seed = int(sys.argv[sys.argv.index("--seed") + 1])
+random.seed(seed)
+with MetricRecorder() as recorder:
+    for step in range(3):
+        recorder.log_digest("data/ids", [random.randrange(100) for _ in range(4)], step=step)
+        recorder.log({"train/loss": 1.0 / (step + 1) + SHIFT * seed, "train/grad_norm": 2.0, "tokens": step}, step=step)
+"""
+
+
+def test_a_seed_that_reaches_the_data_alone_is_a_finding(repository: Repository) -> None:
+    """Report: the loss was the same under both seeds, the sample ids were not, and that was "repeatable"."""
+    repository.write_recipe(body=f"SHIFT = 0.0\n{SEEDED_DATA}")
+    repository.write_test(metrics=["train/*", "data/ids", "tokens"], observe=[], seed=3)
+    result = repository.cli("repeat", "--test", TEST)
+    assert (result.code, result.out.startswith("control equal")) == (1, True)
+    assert "seed 4 changes data/ids, and no judged number: all equal those of seed 3" in result.out
+    repository.write_recipe(body=f"SHIFT = 1e-6\n{SEEDED_DATA}")
+    code, data = repeat(repository)
+    assert (code, data["control"]["idle_series"]) == (0, ["tokens", "train/grad_norm"])
+    assert data["warnings"] == [
+        "the same under seed 4 as under seed 3, so equal runs say little of it: tokens, train/grad_norm"
+    ]
+    repository.write_test(metrics=["data/ids", "tokens"], observe=["train/*"], seed=3)
+    assert repeat(repository)[0] == 0, "where no float is judged, digests are what there is to move"
+
+
 def test_a_test_without_a_seed_has_no_control_unless_one_is_given(repository: Repository) -> None:
     repository.write_recipe(recipe())
     code, data = repeat(repository)

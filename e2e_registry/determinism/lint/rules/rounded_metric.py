@@ -101,8 +101,7 @@ class RoundedMetric(Rule):
     scope = (
         "Progress bars, `print` and loggers' messages are for people and left alone, and so are times, memory and "
         "throughput, which nobody compares exactly. Formats that carry every float32 (`.9g`, `.8e`) drop nothing. A "
-        "variable or mapping that a rounded number passes through is followed inside the file, where one reading is "
-        "left."
+        "variable or mapping that a rounded number passes through is followed, where one reading is left."
     )
     flagged = """
 def log_step(run, step, loss, grad_norm):
