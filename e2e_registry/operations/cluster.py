@@ -122,18 +122,27 @@ class RayCluster:
         """Ray admits tasks by itself."""
 
     def lacks(self, registration: Registration) -> str | None:
-        """Return why no node can run the test now: too few GPUs."""
-        most = self._pool.greatest("GPU") if registration.num_gpus else 0
-        if registration.num_gpus <= most:
+        """Return why no node can run the test now: too few GPUs on each, or no core beside them."""
+        if not registration.num_gpus or self._most_cpus(registration):
             return None
+        most = self._pool.greatest("GPU")
+        if registration.num_gpus <= most:
+            return f"needs {registration.num_gpus} GPU(s), and no node of the cluster that has them lends a core"
         return f"needs {registration.num_gpus} GPU(s), and no node of the cluster has more than {most}"
+
+    def _most_cpus(self, registration: Registration) -> int:
+        """Return the most cores of a node that has the GPUs of a test: one node has to have both."""
+        return self._pool.greatest("CPU", num_gpus=registration.num_gpus)
 
     def remark(self, registration: Registration) -> str | None:
         """Say that the test has fewer cores than it was registered with."""
-        most = self._pool.greatest("CPU")
+        most = self._most_cpus(registration)
         if registration.num_cpus <= most:
             return None
-        return f"registered with num_cpus={registration.num_cpus}, and no node has more than {most}: it was given those"
+        node = f"node with {registration.num_gpus} GPU(s)" if registration.num_gpus else "node"
+        return (
+            f"registered with num_cpus={registration.num_cpus}, and no {node} has more than {most}: it was given those"
+        )
 
     def run(
         self,
@@ -149,7 +158,7 @@ class RayCluster:
             run_on_node,
             self._order(registration, settings),
             name=registration.test_id,
-            num_cpus=min(registration.num_cpus, max(self._pool.greatest("CPU"), 1)),
+            num_cpus=min(registration.num_cpus, max(self._most_cpus(registration), 1)),
             num_gpus=registration.num_gpus,
             on_line=on_line,
             cancellation=cancellation,

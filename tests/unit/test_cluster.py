@@ -7,7 +7,7 @@ import errno
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from repositories import Repository
@@ -15,8 +15,9 @@ from repositories import Repository
 from e2e_registry.cli.app import main
 from e2e_registry.determinism.variables import child_environment
 from e2e_registry.errors import StorageError
+from e2e_registry.execution import ray_pool
 from e2e_registry.execution.launcher import Cancellation
-from e2e_registry.execution.ray_pool import Attempt, NodeWork
+from e2e_registry.execution.ray_pool import Attempt, NodeWork, RayPool
 from e2e_registry.execution.working_tree import WorkingTree, read_working_tree
 from e2e_registry.operations import cluster
 from e2e_registry.operations.cluster import node_environment, pack, unpack
@@ -95,10 +96,11 @@ class StandIn:
     def __exit__(self, *error: object) -> None:
         """There is nothing to leave."""
 
-    def greatest(self, resource: str, *, num_gpus: int = 0) -> int:
-        return 8
+    greatest = RayPool.greatest
+    asked_for: ClassVar[dict[str, Any]] = {}
 
     def run(self, work: NodeWork, order: Any, **options: Any) -> Any:
+        self.asked_for.update(options)
         with contextlib.chdir(self.tree):
             return work(order, Attempt(1, "10.0.0.7"), lambda line: None, Cancellation())
 
@@ -106,6 +108,7 @@ class StandIn:
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cluster, "RayPool", StandIn)
+    monkeypatch.setattr(ray_pool, "_nodes", lambda: [{"CPU": 8.0}])
     monkeypatch.setattr(StandIn, "tree", tmp_path / "tree", raising=False)
     return tmp_path / "tree"
 
@@ -156,6 +159,20 @@ def test_entries_of_pythonpath_in_the_tree_are_those_of_the_node(
     (run,) = repository.runs
     expected = [str(node / entry) for entry in ("src", ".", ".", "lib", "more")]
     assert (run / "path").read_text().split(":")[:5] == expected  # the node's own entries follow
+
+
+def test_what_a_test_asks_for_one_node_has(repository: Repository, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reported: the cores of one node and the GPU of another were asked for, and waited for without end."""
+    nodes = [{"CPU": 64.0}, {"CPU": 8.0, "GPU": 1.0}, {"GPU": 4.0}]
+    monkeypatch.setattr(ray_pool, "_nodes", lambda: nodes)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    repository.write_test(num_cpus=16, num_gpus=1, profile="cuda")
+    result = repository.cli("check", "--all", "--ray", "any", "--allow-busy-gpus")
+    assert (StandIn.asked_for["num_cpus"], StandIn.asked_for["num_gpus"]) == (8, 1)
+    assert "registered with num_cpus=16, and no node with 1 GPU(s) has more than 8" in result.out
+    for num, reason in ((4, "no node of the cluster that has them lends a core"), (5, "has more than 4")):
+        repository.write_test(num_gpus=num, profile="cuda")
+        assert reason in repository.cli("check", "--all", "--ray", "any").out
 
 
 @pytest.mark.parametrize("fault", ["no room", "a folder in place of a link"])
