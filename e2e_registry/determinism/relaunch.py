@@ -28,6 +28,18 @@ MARKER = "E2E_REGISTRY_RELAUNCHED"
 ADDED = "E2E_REGISTRY_RELAUNCHED_WITH"
 
 
+#: What pytest and pytest-xdist say of the process that runs a test: untrue of the programs that the test launches.
+SET_BY_PYTEST = frozenset(
+    {
+        "PYTEST_CURRENT_TEST",
+        "PYTEST_VERSION",
+        "PYTEST_XDIST_TESTRUNUID",
+        "PYTEST_XDIST_WORKER",
+        "PYTEST_XDIST_WORKER_COUNT",
+    }
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LateVariable:
     """A variable that was set inside this process after its reader had read it.
@@ -142,14 +154,15 @@ def bootstrap(profile: str | Profile, *, train_env_vars: Mapping[str, str] = NO_
 
 
 def callers_environment() -> dict[str, str]:
-    """Return ``os.environ`` without what starting over added to it.
+    """Return ``os.environ`` without what starting over added to it, and without what pytest says of a test.
 
     What a program was started over with is nobody's choice for the programs that it launches in turn: these may be
-    under another profile, which must not take it for the caller's wish.
+    under another profile, which must not take it for the caller's wish. And a recipe must not depend on whether pytest
+    has launched it.
     """
     initial = initial_environment() or {}
     added = os.environ.get(ADDED, "").split()
-    own = {name for name in added if os.environ.get(name) == initial.get(name)} | {ADDED, MARKER}
+    own = {name for name in added if os.environ.get(name) == initial.get(name)} | {ADDED, MARKER} | SET_BY_PYTEST
     return {name: value for name, value in os.environ.items() if name not in own}
 
 
@@ -168,7 +181,7 @@ def _obstacle() -> str | None:
         (not sys.executable, "the interpreter's path is not known (Python is embedded)"),
         (_is_interactive(), "it is interactive"),
         (sys.argv[:1] in ([], [""], ["-"]), "its program came from standard input, which is read by now"),
-        ("PYTEST_CURRENT_TEST" in os.environ, "it runs a test"),
+        (_runs_a_test(), "it runs a test"),
         (
             multiprocessing is not None and multiprocessing.parent_process() is not None,
             "it is a multiprocessing worker",
@@ -178,6 +191,12 @@ def _obstacle() -> str | None:
         (_thread_count() > 1, f"it runs {_thread_count()} threads (NumPy and torch start some when imported)"),
     )
     return next((reason for is_so, reason in checks if is_so), None)
+
+
+def _runs_a_test() -> bool:
+    """Whether pytest runs a test here: a program that a test has started was started with the variable."""
+    name = "PYTEST_CURRENT_TEST"
+    return os.environ.get(name) != (initial_environment() or {}).get(name)
 
 
 def _is_interactive() -> bool:

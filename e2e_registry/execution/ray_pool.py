@@ -18,13 +18,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from e2e_registry.errors import LostRunError, RegistryError, UsageError
+from e2e_registry.errors import LostRunError, NotStartedError, RegistryError, UsageError
 from e2e_registry.execution import supervisor
 from e2e_registry.execution.capacity import available_cpus
 from e2e_registry.execution.launcher import Cancellation
@@ -38,8 +38,10 @@ LOCAL = "local"
 _SHOW_S = 0.5
 #: Seconds between two looks of a task at whether it was cancelled.
 _CANCEL_S = 0.2
-#: Seconds that a cluster may take to answer at all.
+#: Seconds that a cluster, and the board in it, may take to answer at all.
 _REACH_S = 10.0
+#: Seconds between two looks at whether the nodes that are there have room for what waits.
+_QUEUE_S = 5.0
 
 #: Read by Ray's processes when they start here: no usage reports, and no workers in advance.
 _QUIET = {
@@ -71,6 +73,42 @@ class Attempt:
     node: str
 
 
+@dataclass(slots=True)
+class _Submitted:
+    """A task that has not ended, as far as the driver knows.
+
+    Attributes:
+        on_line: Takes its lines.
+        num_cpus: Cores that it asks for.
+        num_gpus: GPUs that it asks for.
+        has_begun: Whether some node has begun with it.
+        told: What was last said of why it waits.
+    """
+
+    on_line: Callable[[str], None]
+    num_cpus: int
+    num_gpus: int
+    has_begun: bool = False
+    told: str = ""
+
+    def say_why_it_waits(self, nodes: Sequence[Mapping[str, float]]) -> None:
+        """Tell ``on_line``, once for each reason.
+
+        Args:
+            nodes: What each node has, in use or not.
+        """
+        needs = f"{self.num_cpus} CPU(s)" + (f" and {self.num_gpus} GPU(s)" if self.num_gpus else "")
+        fits = any(node.get("CPU", 0) >= self.num_cpus and node.get("GPU", 0) >= self.num_gpus for node in nodes)
+        reason = ""
+        if not fits:  # so it runs nowhere, even if it had begun: its node is lost
+            reason = Notice(f"waiting for a node: none that is left in the cluster has {needs}")
+        elif not self.has_begun:
+            reason = f"waiting until a node has {needs} free"
+        if reason and reason != self.told:
+            self.on_line(reason)
+        self.told = reason
+
+
 class RayPool:
     """A connection to a cluster, with the working tree on every node that needs it.
 
@@ -85,7 +123,7 @@ class RayPool:
     def __init__(self, address: str, tree: WorkingTree) -> None:
         self._address = address
         self._tree = tree
-        self._listeners: dict[str, Callable[[str], None]] = {}
+        self._submitted: dict[str, _Submitted] = {}
         self._is_closed = threading.Event()
         self._board: Any = None
         self._redirection = contextlib.ExitStack()
@@ -142,10 +180,10 @@ class RayPool:
         _import_ray().shutdown()
         self._redirection.close()
 
-    def greatest(self, resource: str) -> int:
-        """Return the most that one node has of ``CPU`` or ``GPU``."""
-        nodes = _import_ray().nodes()
-        return max((int(node["Resources"].get(resource, 0)) for node in nodes if node["Alive"]), default=0)
+    def greatest(self, resource: str, *, num_gpus: int = 0) -> int:
+        """Return the most that one node has of ``CPU`` or ``GPU``, among the nodes with ``num_gpus`` GPUs at least."""
+        nodes = (node for node in _nodes() if node.get("GPU", 0) >= num_gpus)
+        return max((int(node.get(resource, 0)) for node in nodes), default=0)
 
     def run(
         self,
@@ -170,6 +208,7 @@ class RayPool:
             cancellation: Ends the task; what it started on the node is ended first.
 
         Raises:
+            NotStartedError: It was called off before a node had begun with it.
             LostRunError: It was cancelled, or its node was lost more often than Ray tries again.
             UsageError: The node could not be prepared, as without this package on it.
             RegistryError: What ``work`` raised.
@@ -177,41 +216,63 @@ class RayPool:
         ray = _import_ray()
         key = secrets.token_hex(8)
         remote = ray.remote(_do).options(num_cpus=num_cpus, num_gpus=num_gpus, name=name)
-        with self._listening(key, on_line):
+        self._submitted[key] = _Submitted(on_line or (lambda line: None), num_cpus, num_gpus)
+        cancellation = cancellation or Cancellation()
+        try:
             ref = remote.remote(work, order, self._board, key)
 
             def cancel(how: bytes) -> None:
                 ray.cancel(ref, force=how == supervisor.KILL, recursive=True)
 
-            cancellation = cancellation or Cancellation()
             with cancellation.calling(cancel):
-                try:
-                    return _result(ray, ref)
-                except Exception as error:
-                    if cancellation.is_cancelled:  # Ray has several ways to say it
-                        raise LostRunError("the task was cancelled") from error
-                    raise
-
-    @contextlib.contextmanager
-    def _listening(self, key: str, on_line: Callable[[str], None] | None) -> Iterator[None]:
-        if on_line is not None:
-            self._listeners[key] = on_line
-        try:
-            yield
+                return self._follow(ray, ref, key, cancellation)
         finally:
-            self._listeners.pop(key, None)
+            self._submitted.pop(key, None)
+
+    def _follow(self, ray: Any, ref: Any, key: str, cancellation: Cancellation) -> Any:
+        """Wait for a task; withdraw it if it has not begun by the time that nothing may start any more."""
+        while not ray.wait([ref], timeout=_SHOW_S)[0]:
+            if not cancellation.allows_start and not cancellation.is_cancelled and self._withdraw(key):
+                ray.cancel(ref)
+                raise NotStartedError("called off before a node had begun with it")
+        try:
+            return _result(ray, ref)
+        except NotStartedError:
+            raise
+        except Exception as error:
+            if not cancellation.is_cancelled:  # Ray has several ways to say that it was
+                raise
+            if self._withdraw(key):
+                raise NotStartedError("called off before a node had begun with it") from error
+            raise LostRunError("the task was cancelled") from error
+
+    def _withdraw(self, key: str) -> bool:
+        """Have the board let no node begin with a task; return False if one has, or may have."""
+        ray = _import_ray()
+        if self._submitted[key].has_begun:
+            return False
+        try:
+            return bool(ray.get(self._board.withdraw.remote(key), timeout=_REACH_S))
+        except ray.exceptions.RayError:
+            return False
 
     def _show_lines(self) -> None:
         ray = _import_ray()
+        next_look = time.monotonic() + _QUEUE_S
         while not self._is_closed.wait(_SHOW_S):
             try:
-                lines = ray.get(self._board.take.remote(), timeout=10)
+                lines, begun = ray.get(self._board.take.remote(), timeout=_REACH_S)
+                nodes = _nodes() if time.monotonic() >= next_look else None
             except Exception:  # noqa: BLE001, S112  # progress that is not shown is no reason to fail
                 continue
-            for key, line in lines.items():
-                listener = self._listeners.get(key)
-                if listener is not None:
-                    listener(line)
+            for key, task in tuple(self._submitted.items()):
+                task.has_begun |= key in begun
+                if key in lines:
+                    task.on_line(lines[key])
+                if nodes is not None:
+                    task.say_why_it_waits(nodes)
+            if nodes is not None:
+                next_look = time.monotonic() + _QUEUE_S
 
 
 class Board:
@@ -219,21 +280,30 @@ class Board:
 
     def __init__(self) -> None:
         self._attempts: Counter[str] = Counter()
+        self._withdrawn: set[str] = set()
         self._lines: dict[str, str] = {}
 
     def begin(self, key: str) -> int:
-        """Count an attempt of a task and return its number."""
+        """Count an attempt of a task and return its number; 0 if the task was withdrawn."""
+        if key in self._withdrawn:
+            return 0
         self._attempts[key] += 1
         return self._attempts[key]
+
+    def withdraw(self, key: str) -> bool:
+        """Let no attempt of a task begin; return False if one has."""
+        if self._attempts[key] == 0:
+            self._withdrawn.add(key)
+        return key in self._withdrawn
 
     def show(self, key: str, line: str) -> None:
         """Take a task's latest line."""
         self._lines[key] = line
 
-    def take(self) -> dict[str, str]:
-        """Return the latest line of each task that has printed since the last time."""
+    def take(self) -> tuple[dict[str, str], list[str]]:
+        """Return the latest line of each task that has printed since the last time, and all tasks that have begun."""
         lines, self._lines = self._lines, {}
-        return lines
+        return lines, [key for key, attempts in self._attempts.items() if attempts]
 
 
 @contextlib.contextmanager
@@ -279,6 +349,11 @@ def _import_ray() -> Any:
     return ray
 
 
+def _nodes() -> list[Mapping[str, float]]:
+    """Return what each node has that is alive, in use or not."""
+    return [node["Resources"] for node in _import_ray().nodes() if node["Alive"]]
+
+
 def _result(ray: Any, ref: Any) -> Any:
     try:
         return ray.get(ref)
@@ -312,7 +387,10 @@ def _do(work: NodeWork, order: Any, board: Any, key: str) -> Any:
     That interrupt is seen between two instructions of Python alone, so the main thread must not sleep in a call.
     """
     ray = _import_ray()
-    attempt = Attempt(_wait_holding_cores(board.begin.remote(key)), ray.util.get_node_ip_address())
+    number = _wait_holding_cores(board.begin.remote(key))
+    if number == 0:
+        return None  # nobody waits for it
+    attempt = Attempt(number, ray.util.get_node_ip_address())
     cancellation = Cancellation()
     outcome: list[Any] = []
     errors: list[BaseException] = []
@@ -331,6 +409,8 @@ def _do(work: NodeWork, order: Any, board: Any, key: str) -> Any:
     except KeyboardInterrupt:
         cancellation.cancel()
         thread.join()
+        if errors and isinstance(errors[0], NotStartedError):  # it still waited for its GPUs
+            raise errors[0] from None
         raise
     if errors:
         raise errors[0]

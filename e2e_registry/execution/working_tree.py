@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import stat
 import zipfile
@@ -39,6 +41,8 @@ class WorkingTree:
     def write_zip(self, path: Path) -> None:
         """Write the files; equal trees give equal bytes, so that a cluster which has the tree is sent nothing.
 
+        Trees that differ in their links alone differ in the archive's comment: the bytes name the folder on a node.
+
         Raises:
             UsageError: The files are larger than :data:`SIZE_LIMIT` together.
             StorageError: A file cannot be read, or the archive not be written.
@@ -52,6 +56,8 @@ class WorkingTree:
                     entry.external_attr = (stat.S_IFREG | (0o755 if is_executable else 0o644)) << 16
                     entry.compress_type = zipfile.ZIP_DEFLATED
                     archive.writestr(entry, (self.top / file).read_bytes())
+                links = [[link.as_posix(), target] for link, target in self.links]
+                archive.comment = hashlib.sha256(json.dumps(links).encode()).hexdigest().encode()
         except OSError as error:
             raise StorageError(f"cannot archive the working tree: {error.strerror}", where=error.filename) from error
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import secrets
 import shutil
 import tarfile
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 
 from e2e_registry import __version__
 from e2e_registry.config import Settings
+from e2e_registry.determinism.relaunch import SET_BY_PYTEST
 from e2e_registry.determinism.variables import ChildEnvironment, is_captured
 from e2e_registry.environment import source_facts
 from e2e_registry.errors import StorageError, UsageError
@@ -120,18 +122,27 @@ class RayCluster:
         """Ray admits tasks by itself."""
 
     def lacks(self, registration: Registration) -> str | None:
-        """Return why no node can run the test now: too few GPUs."""
-        most = self._pool.greatest("GPU") if registration.num_gpus else 0
-        if registration.num_gpus <= most:
+        """Return why no node can run the test now: too few GPUs on each, or no core beside them."""
+        if not registration.num_gpus or self._most_cpus(registration):
             return None
+        most = self._pool.greatest("GPU")
+        if registration.num_gpus <= most:
+            return f"needs {registration.num_gpus} GPU(s), and no node of the cluster that has them lends a core"
         return f"needs {registration.num_gpus} GPU(s), and no node of the cluster has more than {most}"
+
+    def _most_cpus(self, registration: Registration) -> int:
+        """Return the most cores of a node that has the GPUs of a test: one node has to have both."""
+        return self._pool.greatest("CPU", num_gpus=registration.num_gpus)
 
     def remark(self, registration: Registration) -> str | None:
         """Say that the test has fewer cores than it was registered with."""
-        most = self._pool.greatest("CPU")
+        most = self._most_cpus(registration)
         if registration.num_cpus <= most:
             return None
-        return f"registered with num_cpus={registration.num_cpus}, and no node has more than {most}: it was given those"
+        node = f"node with {registration.num_gpus} GPU(s)" if registration.num_gpus else "node"
+        return (
+            f"registered with num_cpus={registration.num_cpus}, and no {node} has more than {most}: it was given those"
+        )
 
     def run(
         self,
@@ -147,7 +158,7 @@ class RayCluster:
             run_on_node,
             self._order(registration, settings),
             name=registration.test_id,
-            num_cpus=min(registration.num_cpus, max(self._pool.greatest("CPU"), 1)),
+            num_cpus=min(registration.num_cpus, max(self._most_cpus(registration), 1)),
             num_gpus=registration.num_gpus,
             on_line=on_line,
             cancellation=cancellation,
@@ -160,17 +171,30 @@ class RayCluster:
     def _order(self, registration: Registration, settings: Settings) -> NodeOrder:
         top = self._tree.top
         names = registration.expanded_variables
-        paths = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        given = os.environ.get("PYTHONPATH")
+        entries = [_in_tree(entry, settings.root, top) for entry in (given.split(os.pathsep) if given else ())]
         return NodeOrder(
             registration=registration,
             settings=settings,
             facts=declared_facts(registration, settings, source=self._source),
             variables={name: value for name, value in os.environ.items() if is_captured(name) or name in names},
-            python_path=[path.relative_to(top).as_posix() for path in paths if path.is_relative_to(top)],
+            python_path=[entry for entry in entries if entry is not None],
             root=settings.root.resolve().relative_to(top.resolve()).as_posix(),
             links=self._tree.links,
             gpus=self._gpus,
         )
+
+
+def _in_tree(entry: str, root: Path, top: Path) -> str | None:
+    """Return an entry of ``PYTHONPATH`` relative to the top of the tree; None if it lies elsewhere.
+
+    A relative one, and an empty one, is read as the recipe would here: from the root, where recipes run.
+    """
+    path = Path(os.path.normpath(root / entry))
+    for found, base in ((path, top), (path.resolve(), top.resolve())):
+        if found.is_relative_to(base):
+            return found.relative_to(base).as_posix()
+    return None
 
 
 # ------------------------------------------------------------------------------------------------ on the node
@@ -183,6 +207,7 @@ def run_on_node(
 
     Raises:
         UsageError: This package is another version here.
+        StorageError: A file of this node cannot be read or written: as on a full disk.
         RegistryError: The test cannot be run.
     """
     if order.tool != __version__:
@@ -191,6 +216,15 @@ def run_on_node(
             where="--ray",
             hint=f"pip install e2e-registry=={order.tool} on every node",
         )
+    try:
+        return _run_here(order, attempt, on_line, cancellation)
+    except OSError as error:  # of one node, and not of the check
+        raise StorageError(f"node {attempt.node} cannot run the test: {error}", where=error.filename) from error
+
+
+def _run_here(
+    order: NodeOrder, attempt: Attempt, on_line: Callable[[str], None], cancellation: Cancellation
+) -> PackedRun:
     top = Path.cwd()
     _restore_links(top, order.links)
     caller = node_environment(os.environ, order.variables, top, order.python_path)
@@ -230,7 +264,7 @@ def node_environment(
     own = {
         name: value
         for name, value in worker.items()
-        if not (name.startswith("RAY_") or is_captured(name) or name in _SET_BY_RAY)
+        if not (name.startswith("RAY_") or is_captured(name) or name in _SET_BY_RAY or name in SET_BY_PYTEST)
     }
     # Ray puts the working tree, and whatever else it unpacks, before the node's own entries.
     entries = [entry for entry in own.pop("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -245,13 +279,22 @@ def _is_unpacked_by_ray(entry: Path, top: Path) -> bool:
 
 
 def _restore_links(top: Path, links: Sequence[tuple[Path, str]]) -> None:
+    """Make the links of the tree, which the archive could not hold, unless an earlier task on this node has.
+
+    What is there instead, a recipe has put there: it is replaced in one step, since other tasks may read it now.
+    """
     for path, target in links:
         link = top / path
-        link.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            link.symlink_to(target)
-        except FileExistsError:  # an earlier task on this node, or one at the same time
+        if link.is_symlink() and os.readlink(link) == target:
             continue
+        link.parent.mkdir(parents=True, exist_ok=True)
+        temporary = link.with_name(f".{secrets.token_hex(8)}")
+        temporary.symlink_to(target)
+        try:
+            temporary.replace(link)
+        except OSError:
+            temporary.unlink()
+            raise
 
 
 # ------------------------------------------------------------------------------------------------ packing

@@ -184,6 +184,12 @@ def test_a_program_starts_over_once_with_the_pins_and_is_otherwise_the_same(tmp_
     assert result == {"pid": pid, "argv": ["--seed", "a b"], "dev": True, "pins": [], "set": "1"}
 
 
+def test_a_program_that_a_test_launches_runs_no_test_itself(tmp_path: Path) -> None:
+    _, result = start(tmp_path / "recipe.py", PYTEST_CURRENT_TEST="test_of_the_caller (call)")
+    assert isinstance(result, dict), result
+    assert result["pins"] == []
+
+
 def test_an_explicit_value_survives_the_start_over_and_is_named(tmp_path: Path) -> None:
     before = "os.environ.setdefault('MKL_CBWR', 'AUTO')"
     _, result = start(tmp_path / "recipe.py", before, OMP_NUM_THREADS="2")

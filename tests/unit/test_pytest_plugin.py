@@ -21,6 +21,8 @@ from e2e_registry.operations.results import results_schema
 
 TEST = "tests/e2e/test_stub.py"
 
+PYTEST_VARIABLES = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "PYTEST_XDIST_WORKER")
+
 
 def environment() -> dict[str, str]:
     """This process's environment without what says that it runs a test."""
@@ -185,6 +187,17 @@ def test_results_are_those_of_the_command_line_also_under_xdist(repository: Repo
         found = results(repository)
         assert found["selection"].pop("tests") == [test["subject"] for test in checked["tests"]]
         assert found == {**checked, "selection": {**without_tests, "all": False}}
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+def test_a_recipe_does_not_know_that_pytest_has_launched_it(repository: Repository, workers: list[str]) -> None:
+    """Reported: one that starts itself over passed from the command line alone."""
+    repository.write_recipe(
+        'import os; from e2e_registry.determinism import bootstrap; bootstrap("cuda")\n'
+        'SCALE = 1.0 + sum(name.startswith("PYTEST_") for name in os.environ)'
+    )
+    assert repository.command("record", "--all", "--runs", "1", env=dict.fromkeys(PYTEST_VARIABLES, "x")).code == 0
+    run(repository, "--e2e", *workers, TEST).assert_outcomes(passed=1)
 
 
 def test_a_failure_shows_the_report_of_the_registry(repository: Repository) -> None:

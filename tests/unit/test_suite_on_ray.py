@@ -79,16 +79,43 @@ def cluster(head: Any) -> Any:
     return head
 
 
-def start(repository: Repository, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "e2e_registry", "check", "--all", *arguments]
-    return subprocess.Popen(command, cwd=repository.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+class Check:
+    """A check in a process of its own, whose output can be read while it runs."""
+
+    def __init__(self, repository: Repository, *arguments: str) -> None:
+        folder = repository.root.parent
+        self._paths = folder / "check.out", folder / "check.err"
+        command = [sys.executable, "-m", "e2e_registry", "check", "--all", *arguments]
+        with self._paths[0].open("w") as out, self._paths[1].open("w") as err:
+            self.process = subprocess.Popen(command, cwd=repository.root, stdout=out, stderr=err)
+
+    @property
+    def err(self) -> str:
+        return self._paths[1].read_text()
+
+    def ends(self, seconds: float = 180) -> tuple[int, str, str]:
+        """Wait for its end; return its exit code and what it printed."""
+        self.wait_for(lambda: self.process.poll() is not None, seconds)
+        return self.process.returncode, self._paths[0].read_text(), self.err
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 180) -> None:
+        """Wait until something holds; what the check has printed says why it does not."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                shown = "\n".join(path.read_text() for path in self._paths)
+                pytest.fail(f"it did not come to be; exit code {self.process.poll()}, and the check printed:\n{shown}")
+            time.sleep(0.1)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.1)
+@contextlib.contextmanager
+def checking(repository: Repository, *arguments: str) -> Iterator[Check]:
+    check = Check(repository, *arguments)
+    try:
+        yield check
+    finally:
+        check.process.kill()
+        check.process.wait()
 
 
 def test_verdicts_are_those_of_this_machine(
@@ -193,19 +220,19 @@ def test_a_lost_node_costs_a_second_attempt_and_no_verdict(
     drivers = node_of_drivers(cluster)
     assert drivers in {node.node_id for node in cluster.list_all_nodes()}
     node = next(node for node in cluster.worker_nodes if node.node_id != drivers)
-    check = start(repository, "--ray", cluster.address, "--json")
     try:
-        wait_for(lambda: len([mark for mark in marks.iterdir() if mark.read_text()]) == 2, 180)
-        pids = [int(mark.read_text()) for mark in marks.iterdir()]
-        cluster.remove_node(node, allow_graceful=False)
-        wait_for(lambda: not all(Path(f"/proc/{pid}").exists() for pid in pids))  # its recipe ends with the node
-        (marks / "go").touch()
-        out, err = check.communicate(timeout=180)
+        with checking(repository, "--ray", cluster.address, "--json") as check:
+            check.wait_for(lambda: len([mark for mark in marks.iterdir() if mark.read_text()]) >= 2)
+            pids = [int(mark.read_text()) for mark in marks.iterdir()]
+            cluster.remove_node(node, allow_graceful=False)
+            # Its recipe ends with the node.
+            check.wait_for(lambda: not all(Path(f"/proc/{pid}").exists() for pid in pids))
+            (marks / "go").touch()
+            code, out, err = check.ends()
     finally:
-        check.kill()
         cluster.add_node(num_cpus=1)
+    assert code == 0, err
     results = json.loads(out)
-    assert check.returncode == 0, err
     assert [test["verdict"] for test in results["tests"]] == ["match"] * len(names)
     # Ray may have handed the lost node a second task already, before it learned of the loss.
     lost = [test for test in results["tests"] if test["attempts"] == 2]
@@ -240,33 +267,32 @@ def test_no_more_tests_run_than_there_are_cores_for_while_the_driver_is_slow(
     names = [f"test_{letter}" for letter in "abcdef"]
     for name in names:
         repository.write_test(name, timeout=600)
-    check = start(repository, "--ray", head.address)
     boards: list[int] = []
     try:
-        # There is no core yet, so the board is stopped before any task begins. Those that then begin ask the board,
-        # which does not answer: they wait, and must keep their cores.
-        wait_for(lambda: workers_titled("ray::Board", head), 180)
-        boards = workers_titled("ray::Board", head)
-        for pid in boards:
-            os.kill(pid, signal.SIGSTOP)
-        add_two_nodes(head)
-        wait_for(lambda: len(workers_titled("ray::tests/e2e/", head)) >= 2, 180)
-        time.sleep(5)
-        assert len(workers_titled("ray::tests/e2e/", head)) == 2
-        assert not list(marks.iterdir())
-        for pid in boards:
-            os.kill(pid, signal.SIGCONT)
-        wait_for(lambda: len(list(marks.iterdir())) >= 2, 180)
-        time.sleep(3)
-        assert len(list(marks.iterdir())) == 2
-        (tmp_path / "go").touch()
-        _, err = check.communicate(timeout=180)
+        with checking(repository, "--ray", head.address) as check:
+            # There is no core yet, so the board is stopped before any task begins. Those that then begin ask the board,
+            # which does not answer: they wait, and must keep their cores.
+            check.wait_for(lambda: workers_titled("ray::Board", head))
+            boards = workers_titled("ray::Board", head)
+            for pid in boards:
+                os.kill(pid, signal.SIGSTOP)
+            add_two_nodes(head)
+            check.wait_for(lambda: len(workers_titled("ray::tests/e2e/", head)) >= 2)
+            time.sleep(5)
+            assert len(workers_titled("ray::tests/e2e/", head)) == 2
+            assert not list(marks.iterdir())
+            for pid in boards:
+                os.kill(pid, signal.SIGCONT)
+            check.wait_for(lambda: len(list(marks.iterdir())) >= 2)
+            time.sleep(3)
+            assert len(list(marks.iterdir())) == 2
+            (tmp_path / "go").touch()
+            code, _, err = check.ends()
     finally:
         for pid in boards:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        check.kill()
-    assert check.returncode == 4, err  # the recipe logs nothing
+    assert code == 4, err  # the recipe logs nothing
     assert len(list(marks.iterdir())) == len(names)
 
 
@@ -282,22 +308,79 @@ def test_a_signal_ends_what_runs_on_the_nodes_and_leaves_the_cluster(
     repository.write_recipe(body=body)
     for name in ("test_stub", "test_second", "test_third"):
         repository.write_test(name, timeout=600)
-    check = start(repository, "--ray", cluster.address)
-    try:
-        wait_for(lambda: len(list(marks.iterdir())) == 2, 180)
-        check.send_signal(signum)
-        _, err = check.communicate(timeout=180)
-    finally:
-        check.kill()
-    assert check.returncode == code, err
-    assert "Traceback" not in err
-    results = read_results(repository)
-    assert (results["status"], results["why_partial"]) == ("partial", why)
-    assert {test["verdict"] for test in results["tests"]} == {"incomplete"}
-    wait_for(lambda: not any(Path("/proc", mark.name).exists() for mark in marks.iterdir()), 90)
+    with checking(repository, "--ray", cluster.address) as check:
+        check.wait_for(lambda: len(list(marks.iterdir())) >= 2)
+        check.process.send_signal(signum)
+        ended, _, err = check.ends()
+        assert ended == code, err
+        assert "Traceback" not in err
+        results = read_results(repository)
+        assert (results["status"], results["why_partial"]) == ("partial", why)
+        # Two had begun; the third was in Ray's queue.
+        assert [test["verdict"] for test in results["tests"]] == ["incomplete", "incomplete"]
+        assert len(results["not_run"]) == 1
+        check.wait_for(lambda: not any(Path("/proc", mark.name).exists() for mark in marks.iterdir()))
     assert not processes_running(repository.root)
     repository.write_recipe()
     assert repository.command("check", "--test", "tests/e2e/test_stub.py", "--ray", cluster.address).code == 3
+
+
+def test_after_a_failure_what_is_in_the_queue_does_not_start(
+    repository: Repository, cluster: Any, tmp_path: Path
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    # Of the two that begin the first fails, and the second ends once the check has said so.
+    repository.write_recipe(
+        body=f"""
+        import os, pathlib, time
+        from e2e_registry import MetricRecorder
+        marks = pathlib.Path({str(marks)!r})
+        mark = marks / os.environ["NAME"]
+        mark.touch()
+        while len(list(marks.iterdir())) < 2:
+            time.sleep(0.05)
+        if mark == min(marks.iterdir()):
+            raise SystemExit(3)
+        while "[1/6]" not in pathlib.Path({str(tmp_path / "check.err")!r}).read_text():
+            time.sleep(0.05)
+        time.sleep(5)
+        """
+    )
+    (repository.root / "tests/e2e/test_stub.py").unlink()
+    names = [f"test_{letter}" for letter in "abcdef"]
+    for name in names:
+        repository.write_test(name, env={"NAME": name})
+    with checking(repository, "--ray", cluster.address, "--fail-fast") as check:
+        code, _, err = check.ends()
+    assert code == 4, err
+    results = read_results(repository)
+    assert (results["status"], results["why_partial"]) == ("partial", "fail-fast")
+    begun = sorted(mark.name for mark in marks.iterdir())
+    assert [Path(test["subject"]).stem for test in results["tests"]] == begun
+    assert len(results["not_run"]) == len(names) - len(begun) >= 3, err
+
+
+def test_a_test_that_fits_no_node_any_more_says_so_and_runs_once_one_has_come(
+    repository: Repository, cluster: Any, tmp_path: Path
+) -> None:
+    large = cluster.add_node(num_cpus=2)
+    assert large.node_id != node_of_drivers(cluster)
+    go, begun = tmp_path / "go", tmp_path / "begun"
+    repository.record()
+    repository.write_recipe(
+        f"import os, time; open({str(begun)!r}, 'w').close()\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\n"
+    )
+    repository.write_test(num_cpus=2)
+    with checking(repository, "--ray", cluster.address) as check:
+        check.wait_for(begun.exists)
+        cluster.remove_node(large, allow_graceful=False)
+        check.wait_for(lambda: "waiting for a node: none that is left in the cluster has 2 CPU(s)" in check.err, 60)
+        go.touch()
+        cluster.add_node(num_cpus=2)
+        code, out, err = check.ends()
+    assert code == 0, err
+    assert "this is attempt 2" in out
 
 
 def test_what_cannot_be_sent_or_reached_is_refused(repository: Repository) -> None:
