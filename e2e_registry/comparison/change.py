@@ -47,6 +47,7 @@ class StandardChange:
         reused_run: The kept run that counted as one of them.
         run_path: The run whose rows were written.
         num_points: How many values the standard holds.
+        warnings: What did not keep the run from becoming the standard, and should be known.
     """
 
     subject: str
@@ -62,6 +63,7 @@ class StandardChange:
     reused_run: str | None = None
     run_path: str | None = None
     num_points: int = 0
+    warnings: Sequence[str] = ()
 
     @property
     def exit_code(self) -> ExitCode:
@@ -84,5 +86,7 @@ class StandardChange:
             "reused_run": self.reused_run,
             "run": self.run_path,
             "points": self.num_points,
+            "warnings": list(self.warnings),
+            "error": None,
             "exit_code": int(self.exit_code),
         }

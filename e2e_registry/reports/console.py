@@ -26,6 +26,7 @@ from e2e_registry.comparison import (
     Verdict,
 )
 from e2e_registry.comparison.assessment import Repeat, RepeatLabel
+from e2e_registry.registration import never_emitted_text
 from e2e_registry.reports.values import (
     count_text,
     error_text,
@@ -162,7 +163,7 @@ def _repeat_text(repeat: Repeat) -> str:
     runs = count_text(len(repeat.run_paths), "further run")
     if repeat.label is RepeatLabel.REPEATABLE:
         return f"repeatable: {runs} agreed with this one, so the change is in the code or its environment"
-    return f"nondeterministic: {repeat.reason} ({', '.join(repeat.run_paths)})"
+    return f"{repeat.label.value}: {repeat.reason} ({', '.join(repeat.run_paths)})"
 
 
 def _series_count(count: int) -> str:
@@ -189,7 +190,7 @@ def print_comparison(comparison: Comparison, console: Console, *, all_metrics: b
     if first is not None:
         print_line(console, f"first divergence: {_divergence_text(first)}", "bold")
     for name in comparison.never_emitted:
-        print_line(console, f"{name}: registered, but no metric of the run answers to it", "red")
+        print_line(console, never_emitted_text(name), "red")
     shown = list(comparison.failing)
     hidden = 0 if all_metrics else max(len(shown) - MAX_SERIES, 0)
     shown = shown[: len(shown) - hidden]

@@ -71,6 +71,8 @@ def change_summary(changes: Sequence[Mapping[str, Any]], failures: Mapping[str, 
         lines += ["", f"{code(change.get('path'))}, {change.get('points')} points, {runs}"]
         if change.get("metadata_changes"):
             lines += ["", f"Beside the values: {text('; '.join(map(str, change['metadata_changes'])), 600)}"]
+        for warning in listing(change.get("warnings")):
+            lines += ["", f"Warning: {text(warning, 600)}"]
         lines += _comparison(mapping(change.get("disagreement") or change.get("change")))
         lines += _environment(listing(change.get("environment")))
     return bounded(lines)

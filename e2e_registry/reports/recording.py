@@ -51,6 +51,8 @@ def print_difference(change: StandardChange, console: Console, *, all_metrics: b
         names = listed([str(key) for key in change.kept_old])
         print_line(console, f"within their tolerance, so their old rows stay (--refresh renews them): {names}")
     print_line(console, _agreement(change))
+    for warning in change.warnings:
+        print_line(console, f"warning: {warning}", "yellow")
 
 
 def print_outcome(change: StandardChange, console: Console) -> None:
