@@ -13,7 +13,7 @@ from e2e_registry.config import Settings
 from e2e_registry.errors import NoStandardError, UsageError
 from e2e_registry.series import SeriesBatch
 from e2e_registry.standard import Standard
-from e2e_registry.tolerance import Policies, PolicyKind
+from e2e_registry.tolerance import Policies
 
 if TYPE_CHECKING:
     from e2e_registry.registration import Registration
@@ -141,6 +141,5 @@ def _environment_difference(want: Side, got: Side) -> Any:
 def _policies(want: Side) -> Policies:
     if want.standard is None or not want.standard.metadata.policies:
         return Policies(judge_all=True)
-    policies = want.standard.metadata.policies
-    observed = [name for name, policy in policies.items() if policy.get("kind") == PolicyKind.OBSERVE.value]
-    return Policies(observe=observed, pinned=frozenset(policies))
+    metadata = want.standard.metadata
+    return Policies(observe=sorted(metadata.observed), pinned=metadata.judged)

@@ -46,7 +46,7 @@ def open_standard(path: Path, platform: str) -> Standard:
         raise StandardError(
             f"its name says {platform}, and it was recorded on {recorded}",
             where=path,
-            hint="give it back its name; record a standard for another platform on that platform",
+            hint=f"give it back its name, or delete it; a standard for {platform} is recorded there",
         )
     return standard
 
@@ -71,7 +71,7 @@ def pinned_metrics(standard: Standard | None) -> frozenset[str]:
 
     What was recorded as observed was never judged, and does not become so when its name leaves the registration.
     """
-    return frozenset() if standard is None else frozenset(standard.metadata.policies) - standard.metadata.observed
+    return frozenset() if standard is None else standard.metadata.judged
 
 
 def check_policies_fit(registration: Registration, run: ObservedRun) -> None:
