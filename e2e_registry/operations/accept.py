@@ -202,7 +202,7 @@ def _no_run_on(platforms: Sequence[str], known: Set[str], artifact: Artifact) ->
     return NothingSelectedError(
         f"it holds no run on {', '.join(platforms)}",
         where=artifact.label,
-        hint=f"it holds runs on: {', '.join(sorted(known))}",
+        hint=f"it holds runs on: {', '.join(sorted(known))}" if known else None,
     )
 
 

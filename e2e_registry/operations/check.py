@@ -106,7 +106,7 @@ def _with_repeat(
     try:
         repeat = _repeat(registration, first, settings, run_once, repeats)
     except RegistryError as error:
-        warnings = [*assessment.warnings, f"it could not be run again: {error}"]
+        warnings = [*assessment.warnings, f"whether it repeats is not known: {error}"]
         return dataclasses.replace(assessment, warnings=warnings)
     return dataclasses.replace(assessment, repeat=repeat)
 
@@ -323,5 +323,7 @@ def _next_steps(
         case TestVerdict.INCOMPARABLE:
             return [f"{record}, to add a standard for {run.platform}"]
         case TestVerdict.FAILED | TestVerdict.INCOMPLETE:
-            return [f"read the whole output: {display_path(run.path / LOG_FILE, settings)}"]
+            advice = None if run.fault is None else run.fault.hint
+            read = f"read the whole output: {display_path(run.path / LOG_FILE, settings)}"
+            return [read] if advice is None else [advice, read]
     return []
