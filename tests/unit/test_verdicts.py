@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from builders import Row, stream
@@ -24,6 +25,7 @@ from e2e_registry.dtypes import DTYPES
 from e2e_registry.errors import LostRunError, RefusedError, RegistryError, UsageError
 from e2e_registry.operations.check import check_test
 from e2e_registry.operations.machines import LocalMachine
+from e2e_registry.operations.results import results_schema
 from e2e_registry.operations.running import ObservedRun
 from e2e_registry.registration import find_test
 
@@ -32,8 +34,10 @@ NATIVE = "cpu-x86_64-native-avx2"
 
 
 def checked(repository: Repository, *options: str) -> Any:
-    """Check the stub test and return its result."""
-    return repository.cli("check", "--test", TEST, "--json", *options).json["tests"][0]
+    """Check the stub test and return its result; the document holds to its schema."""
+    results = repository.cli("check", "--test", TEST, "--json", *options).json
+    jsonschema.Draft202012Validator(results_schema()).validate(results)
+    return results["tests"][0]
 
 
 def add_argument(repository: Repository, source: str) -> None:
@@ -132,6 +136,9 @@ def test_only_judged_values_must_be_finite_and_the_hint_leads_on(repository: Rep
     assert hint in repository.cli("record", "--test", TEST).err
     add_argument(repository, hint.partition("say so: ")[2])
     repository.record()
+    repository.write_test(invariants={"train/loss": {"min": 0.0}, "train/grad_norm": {"max": 1.0}})
+    broken = {entry["metric"]: entry["what"] for entry in checked(repository)["broken_invariants"]}
+    assert broken == {"train/loss": "finite", "train/grad_norm": "bounds"}
     repository.write_test(invariants={"train/loss": {"min": 0.0}})  # which NaN does not satisfy, permitted or not
     assert checked(repository)["next_steps"] == ["correct the recipe, or the invariant"]
 
