@@ -94,6 +94,11 @@ class StandardMetadata:
             name for name, policy in self.policies.items() if policy.get("kind") == PolicyKind.OBSERVE.value
         )
 
+    @property
+    def judged(self) -> frozenset[str]:
+        """The metrics that the standard pins to be judged."""
+        return frozenset(self.policies) - self.observed
+
     def policy(self, metric: str) -> Policy | None:
         """Return the policy the standard was recorded under, or None for a metric it does not pin."""
         return Policy.from_json(self.policies[metric]) if metric in self.policies else None

@@ -36,9 +36,7 @@ def accept(
         list[str] | None, typer.Option("--platform", help="Only this platform; may be given more than once.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Accept all that may be accepted; ask nothing.")] = False,
-    allow_other_source: Annotated[
-        bool, typer.Option("--allow-other-source", help="Take runs of other source code than the checkout's.")
-    ] = False,
+    allow_other_source: options.AllowOtherSource = False,
     allow_unknown_state: options.AllowUnknownState = False,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Renew also series whose old rows their tolerance accepts.")

@@ -14,6 +14,7 @@ from e2e_registry.cli.output import print_json
 def adopt(
     test: Annotated[str, typer.Option("--test", help="The test whose standard it becomes.")],
     run: Annotated[Path, typer.Option("--run", help="The directory of a kept run of that test.")],
+    allow_other_source: options.AllowOtherSource = False,
     allow_unknown_state: options.AllowUnknownState = False,
     reason: options.Reason = None,
     all_metrics: options.AllMetrics = False,
@@ -27,7 +28,14 @@ def adopt(
 
     settings = options.settings(test)
     registration = find_test(settings, test)
-    result = adopt_run(registration, settings, run, allow_unknown_state=allow_unknown_state, reason=reason)
+    result = adopt_run(
+        registration,
+        settings,
+        run,
+        allow_other_source=allow_other_source,
+        allow_unknown_state=allow_unknown_state,
+        reason=reason,
+    )
     if json:
         print_json(result.to_json())
     else:

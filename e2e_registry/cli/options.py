@@ -67,6 +67,9 @@ AllowUnknownState = Annotated[
     bool,
     typer.Option("--allow-unknown-state", help="Take a run whose writers left no determinism state."),
 ]
+AllowOtherSource = Annotated[
+    bool, typer.Option("--allow-other-source", help="Take runs of other source code than the checkout's.")
+]
 Reason = Annotated[str | None, typer.Option("--reason", help="Why; kept in the standard.")]
 AllowEmpty = Annotated[bool, typer.Option("--allow-empty", help="Succeed when nothing is selected or all is skipped.")]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from e2e_registry.cli.output import print_json, progress, require_output
 if TYPE_CHECKING:
     from e2e_registry.comparison import StandardChange
     from e2e_registry.config import Settings
+    from e2e_registry.errors import RegistryError
     from e2e_registry.execution.gpus import GpuAdmission
     from e2e_registry.operations.record import RecordOptions
     from e2e_registry.registration import Registration
@@ -46,7 +47,8 @@ def record(
     json: options.Json = False,
 ) -> None:
     """Record standards: run until two runs agree, refuse if they do not, show the change, write only what changed."""
-    from e2e_registry.errors import RegistryError, worst_exit_code
+    from e2e_registry.errors import ExitCode, RegistryError, worst_exit_code
+    from e2e_registry.operations.machines import LocalMachine, skip_reason
     from e2e_registry.operations.record import RecordOptions
     from e2e_registry.reports.console import make_console
     from e2e_registry.reports.recording import print_change
@@ -68,29 +70,56 @@ def record(
     choices = RecordOptions(runs=runs, refresh=refresh, allow_unknown_state=allow_unknown_state, reason=reason)
     gpus = options.gpu_admission(gpu_wait, allow_busy_gpus=allow_busy_gpus)
     console = make_console()
-    results: list[StandardChange] = []
+    results: dict[str, StandardChange] = {}
     failures: dict[str, RegistryError] = {}
+    skipped: dict[str, str] = {}
     for registration in registrations:
-        try:
-            result = _record_one(registration, settings, choices, gpus)
-        except RegistryError as error:
-            failures[registration.test_id] = error
-            if len(registrations) > 1:
-                typer.echo(f"error: {registration.test_id}: {error}", err=True)
+        test_id, obstacle = registration.test_id, skip_reason(registration, LocalMachine(gpus))
+        if obstacle is not None:
+            skipped[test_id] = obstacle
+            typer.echo(f"skipped: {test_id}: {obstacle}", err=True)
             continue
-        results.append(result)
+        try:
+            results[test_id] = _record_one(registration, settings, choices, gpus)
+        except RegistryError as error:
+            failures[test_id] = error
+            typer.echo(f"error: {test_id}: {error}" if len(registrations) > 1 else f"error: {error}", err=True)
+            continue
         if not json:
-            print_change(result, console, all_metrics=all_metrics)
+            print_change(results[test_id], console, all_metrics=all_metrics)
     if export is not None:
         from e2e_registry.operations.export import export_changes
 
-        report = export_changes(export, results, failures, settings)
+        report = export_changes(export, [*results.values()], failures, settings)
         typer.echo(f"exported, with {report}", err=True)
-    if failures and len(registrations) == 1:
-        raise failures[registrations[0].test_id]
     if json:
-        print_json({"tests": [result.to_json() for result in results]})
-    raise typer.Exit(worst_exit_code([*(r.exit_code for r in results), *(e.exit_code for e in failures.values())]))
+        print_json({"tests": [_to_json(test.test_id, results, failures, skipped) for test in registrations]})
+    codes = [*(change.exit_code for change in results.values()), *(error.exit_code for error in failures.values())]
+    raise typer.Exit(worst_exit_code(codes) if codes else ExitCode.NOTHING_SELECTED)
+
+
+def _to_json(
+    test: str, results: dict[str, StandardChange], failures: dict[str, RegistryError], skipped: dict[str, str]
+) -> dict[str, Any]:
+    """Return the entry of one test: what became of its standard, or why nothing did."""
+    from e2e_registry.errors import ExitCode
+
+    if test in results:
+        return results[test].to_json()
+    if test in failures:
+        return {
+            "subject": test,
+            "action": "failed",
+            "error": str(failures[test]),
+            "exit_code": int(failures[test].exit_code),
+        }
+    return {
+        "subject": test,
+        "action": "skipped",
+        "reasons": [skipped[test]],
+        "error": None,
+        "exit_code": int(ExitCode.NOTHING_SELECTED),
+    }
 
 
 def _record_one(

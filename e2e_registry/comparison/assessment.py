@@ -68,6 +68,7 @@ class RepeatLabel(enum.Enum):
 
     REPEATABLE = "repeatable"
     NONDETERMINISTIC = "nondeterministic"
+    NOT_COMPARABLE = "not comparable"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,8 @@ class Repeat:
     """A mismatching test, run again.
 
     Attributes:
-        label: Whether all runs agreed with the first under the test's policies.
+        label: Whether all runs agreed with the first under the test's policies; ``not comparable`` if one was on
+            another platform.
         run_paths: The further runs that were kept.
         reason: What did not agree; None if all did.
     """

@@ -47,7 +47,7 @@ class StandardChange:
         reused_run: The kept run that counted as one of them.
         run_path: The run whose rows were written.
         num_points: How many values the standard holds.
-        warnings: What did not keep the run from being recorded, and should be known.
+        warnings: What did not keep the run from becoming the standard, and should be known.
     """
 
     subject: str
@@ -87,5 +87,6 @@ class StandardChange:
             "run": self.run_path,
             "points": self.num_points,
             "warnings": list(self.warnings),
+            "error": None,
             "exit_code": int(self.exit_code),
         }

@@ -41,7 +41,8 @@ def compare(got: BatchStream, want: BatchStream, *, policies: Policies) -> Compa
         policies: How each metric is judged.
 
     Raises:
-        RegistrationError: A tolerance does not fit its metric's dtype (``ulp`` on integers, anything on digests).
+        RegistrationError: A tolerance does not fit its metric's dtype (``ulp`` on integers, anything on digests), or
+            its ``skip_first`` leaves no step of the standard.
         InvalidRunError: A stream is out of order.
     """
     results: list[SeriesResult] = []
@@ -302,7 +303,9 @@ class _SeriesWalk:
         result, reduction = self._result, tolerance.reduce or ""
         pairs = list(_unskipped(self._to_reduce, tolerance.skip_first))
         if not pairs:
-            if self._to_reduce:
+            if result.missing:  # of the standard's steps the run lacks some, perhaps all that were to be judged
+                result.aggregate = Aggregate(reduction, None, None, None, passes=False)
+            elif self._to_reduce:
                 raise RegistrationError(
                     f"{result.key}: skip_first={tolerance.skip_first} leaves no step to judge",
                     hint="lower skip_first, or run more steps",

@@ -42,6 +42,7 @@ from e2e_registry.operations.record import (
     require_complete,
     require_declared_recipe,
     require_recordable,
+    require_same_source,
 )
 from e2e_registry.operations.rejections import Rejections
 from e2e_registry.operations.running import ObservedRun, load_run
@@ -176,7 +177,8 @@ def propose(
     exclude = [settings.standards_dir, settings.run_dir, *([] if artifact_path is None else [artifact_path.resolve()])]
     source_tree = source_facts(settings.root, exclude)["source_tree"]
     rejections = Rejections(settings)
-    proposals = []
+    proposals: list[Proposal] = []
+    platforms: set[str] = set()
     for entry in entries:
         try:
             with _named_places(artifact):
@@ -185,6 +187,7 @@ def propose(
         except RegistryError as error:
             proposals.append(_proposal(entry, Decision.REFUSED, error=error))
             continue
+        platforms.add(prepared.change.platform)
         if options.platforms and prepared.change.platform not in options.platforms:
             continue
         decision = Decision.PENDING
@@ -193,7 +196,17 @@ def propose(
         elif entry.folder is not None and entry.folder.run_id in rejections and not options.is_named:
             decision = Decision.REJECTED
         proposals.append(_proposal(entry, decision, prepared=prepared))
+    if not proposals:  # what has no results says only in its recording what platform it is of
+        raise _no_run_on(options.platforms, platforms, artifact)
     return sorted(_newest(proposals), key=_order)
+
+
+def _no_run_on(platforms: Sequence[str], known: Set[str], artifact: Artifact) -> NothingSelectedError:
+    return NothingSelectedError(
+        f"it holds no run on {', '.join(platforms)}",
+        where=artifact.label,
+        hint=f"it holds runs on: {', '.join(sorted(known))}" if known else None,
+    )
 
 
 def _newest(proposals: Sequence[Proposal]) -> list[Proposal]:
@@ -220,6 +233,9 @@ def _selected(artifact: Artifact, options: AcceptOptions, ids: Set[str]) -> list
         )
     if not options.is_named:
         entries = [entry for entry in entries if entry.verdict in ACCEPTABLE or entry.verdict in _WITHOUT_A_RUN]
+    if not entries and options.platforms:
+        known = {entry.platform for entry in artifact.entries if entry.platform is not None}
+        raise _no_run_on(options.platforms, known, artifact)
     if not entries:
         raise NothingSelectedError(
             "nothing to accept: no result is a mismatch, or lacks a standard",
@@ -248,7 +264,7 @@ def _prepare(
         raise InvalidRunError(f"the run is of the test {run.test!r}", where=run.path)
     require_declared_recipe(registration, run, settings)
     if not options.allow_other_source:
-        _require_same_source(run, source_tree)
+        require_same_source(run, source_tree)
     require_recordable(registration, run, allow_unknown_state=options.allow_unknown_state)
     if entry.repeat == RepeatLabel.NONDETERMINISTIC.value:
         raise MismatchError("CI ran it again, and it did not repeat", where=run.path, hint=_REPEAT_HINT)
@@ -272,28 +288,6 @@ def _registration(entry: ArtifactEntry, registrations: Mapping[str, Registration
         return registrations[entry.subject]
     raise UsageError(
         f"this checkout has no test {entry.subject!a}", hint="check out the branch that the artifact was made from"
-    )
-
-
-def _require_same_source(run: ObservedRun, source_tree: str | None) -> None:
-    """Refuse a run of other code: neither what was checked out nor the pull request's head is what lies here."""
-    source = run.environment.get("source", {})
-    trees = [source.get("source_tree"), source.get("head_source_tree")]
-    if source_tree is not None and source_tree in trees:
-        return
-    if source_tree is None:
-        what = "the source tree here is unknown, since this is no git repository"
-    elif not any(trees):
-        what = "the run does not say what source tree it is of"
-    else:
-        shown = " or ".join(str(tree)[:12] for tree in trees if tree)
-        what = f"the run is of the source tree {shown}, and here is {source_tree[:12]}"
-    head = source.get("head")
-    at = f" (commit {str(head)[:12]})" if head else ""
-    raise RefusedError(
-        f"{what}{at}",
-        where=run.path,
-        hint="check out the commit that was run, without other edits; or pass --allow-other-source",
     )
 
 

@@ -38,7 +38,13 @@ from e2e_registry.environment import (
 )
 from e2e_registry.errors import RefusedError, StorageError, UsageError
 from e2e_registry.operations.record import breaks_error, replace_if_changed, with_old_rows
-from e2e_registry.operations.standards import display_path, nearest_platform, pinned_metrics, recorded_facts
+from e2e_registry.operations.standards import (
+    display_path,
+    nearest_platform,
+    open_standard,
+    pinned_metrics,
+    recorded_facts,
+)
 from e2e_registry.recording import MetricRecorder, RunRecording, gather
 from e2e_registry.standard import Standard, StandardMetadata, write_standard
 from e2e_registry.tolerance import Invariant, Policies, Tolerance, matches
@@ -209,7 +215,7 @@ class Assertion:
     @cached_property
     def old(self) -> Standard | None:
         """The standard that is there for this platform."""
-        return Standard(self.path) if self.path.exists() else None
+        return open_standard(self.path, self.platform) if self.path.exists() else None
 
     def other_standards(self) -> dict[str, Path]:
         """Return the standards of this name by platform."""
@@ -276,7 +282,7 @@ def check_assertion(assertion: Assertion) -> Assessment:
     """
     others = assertion.other_standards()
     near = assertion.platform if assertion.old is not None else nearest_platform(assertion.platform, others)
-    standard = assertion.old if assertion.old is not None or near is None else Standard(others[near])
+    standard = assertion.old if assertion.old is not None or near is None else open_standard(others[near], near)
     policies = assertion.policies(standard)
     comparison = None
     if standard is not None:

@@ -5,28 +5,29 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from e2e_registry.comparison import Assessment, TestVerdict, check_invariants, compare
 from e2e_registry.comparison.assessment import Repeat, RepeatLabel
 from e2e_registry.comparison.policy_change import policy_changes
 from e2e_registry.config import Settings
 from e2e_registry.environment import difference
-from e2e_registry.errors import LostRunError, NotStartedError, RegistryError
+from e2e_registry.errors import LostRunError, NotStartedError, RegistryError, StandardError
 from e2e_registry.execution.capacity import Lease
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation
 from e2e_registry.operations.machines import LocalMachine, Machine, skip_reason
-from e2e_registry.operations.record import first_disagreement
+from e2e_registry.operations.record import breaks_hint, first_disagreement
 from e2e_registry.operations.running import ObservedRun
 from e2e_registry.operations.standards import (
     check_policies_fit,
     display_path,
     nearest_platform,
+    open_standard,
     pinned_metrics,
     standard_paths,
     write_candidate,
 )
-from e2e_registry.registration import Registration
+from e2e_registry.registration import Registration, coverage_faults, coverage_warnings, never_emitted_text
 from e2e_registry.reports.values import listed
 from e2e_registry.standard import Standard
 from e2e_registry.tolerance import PolicyKind
@@ -69,11 +70,11 @@ def check_test(
         if _is_cancelled(cancellation) and run.is_interrupted:
             return dataclasses.replace(_interrupted(registration, run, settings), quarantine=quarantine)
         assessment = assess(registration, run, settings)
-        if not run.problems and not run.pins:
+        if run.fault is None and not run.pins and run.platform_fault is None:
             candidate = display_path(write_candidate(registration, run), settings)
             assessment = dataclasses.replace(assessment, candidate=candidate)
         if assessment.verdict is TestVerdict.MISMATCH and repeats:
-            assessment = dataclasses.replace(assessment, repeat=_repeat(registration, run, settings, run_once, repeats))
+            assessment = _with_repeat(assessment, registration, run, settings, run_once, repeats)
         remark = machine.remark(registration)
         warnings = [*assessment.warnings, *([] if remark is None else [remark])]
         return dataclasses.replace(assessment, quarantine=quarantine, warnings=warnings)
@@ -102,6 +103,23 @@ def _interrupted(registration: Registration, run: ObservedRun, settings: Setting
     )
 
 
+def _with_repeat(
+    assessment: Assessment,
+    registration: Registration,
+    first: ObservedRun,
+    settings: Settings,
+    run_once: Callable[[], ObservedRun],
+    repeats: int,
+) -> Assessment:
+    """Run a mismatching test again and label the mismatch. Whatever happens to those runs, the verdict stays."""
+    try:
+        repeat = _repeat(registration, first, settings, run_once, repeats)
+    except RegistryError as error:
+        warnings = [*assessment.warnings, f"whether it repeats is not known: {error}"]
+        return dataclasses.replace(assessment, warnings=warnings)
+    return dataclasses.replace(assessment, repeat=repeat)
+
+
 def _repeat(
     registration: Registration,
     first: ObservedRun,
@@ -112,29 +130,46 @@ def _repeat(
     """Run a mismatching test again until a run disagrees with the first, or ``repeats`` runs agree.
 
     Returns:
-        What that showed; None if somebody ended one of the runs, or it was lost.
+        What that showed; None if somebody ended one of the runs.
+
+    Raises:
+        RegistryError: The test could not be run again, or the runs not be compared.
     """
     paths: list[str] = []
     for _ in range(repeats):
-        try:
-            run = run_once()
-        except LostRunError:
-            return None
+        run = run_once()
         if run.is_interrupted:
             return None
         paths.append(display_path(run.path, settings))
-        disagreement = None if run.problems else first_disagreement(registration, [first, run])
-        if run.problems:
-            reason = f"run again, it ended otherwise: {run.problems[0]}"
-        elif disagreement is not None and disagreement.first_divergence is not None:
-            divergence = disagreement.first_divergence
-            reason = f"run again, it gave other numbers: first {divergence.key}, step {divergence.step}"
-        elif disagreement is not None:
-            reason = "run again, it logged other series"
-        else:
-            continue
-        return Repeat(label=RepeatLabel.NONDETERMINISTIC, run_paths=paths, reason=reason)
+        reason = _comparability_fault(first, run)
+        if reason is not None:
+            return Repeat(label=RepeatLabel.NOT_COMPARABLE, run_paths=paths, reason=reason)
+        reason = _disagreement(registration, first, run)
+        if reason is not None:
+            return Repeat(label=RepeatLabel.NONDETERMINISTIC, run_paths=paths, reason=reason)
     return Repeat(label=RepeatLabel.REPEATABLE, run_paths=paths)
+
+
+def _comparability_fault(first: ObservedRun, run: ObservedRun) -> str | None:
+    """Return why another run may give other numbers: on a cluster it may have come to another kind of node."""
+    if run.platform_fault is not None:  # of a run that failed early, nobody knows where it was
+        return None if run.problems else f"run again, its platform is unknown: {run.platform_fault}"
+    if run.platform != first.platform:
+        return f"run again, it was on {run.platform} rather than {first.platform}"
+    return f"run again, it was not on the profile: {run.pins[0]}" if run.pins and not run.problems else None
+
+
+def _disagreement(registration: Registration, first: ObservedRun, run: ObservedRun) -> str | None:
+    """Return how a run differs from the first under the test's policies; None if it does not."""
+    if run.problems:
+        return f"run again, it ended otherwise: {run.problems[0]}"
+    comparison = first_disagreement(registration, [first, run])
+    if comparison is None:
+        return None
+    if comparison.first_divergence is None:
+        return "run again, it logged other series"
+    divergence = comparison.first_divergence
+    return f"run again, it gave other numbers: first {divergence.key}, step {divergence.step}"
 
 
 def quarantine_text(registration: Registration) -> str | None:
@@ -155,35 +190,22 @@ def assess(registration: Registration, run: ObservedRun, settings: Settings) -> 
         RegistrationError: A tolerance does not fit what was recorded.
         StandardError: A standard cannot be read.
     """
-    check_policies_fit(registration, run)
-    paths = standard_paths(registration, settings)
-    near = run.platform if run.platform in paths else nearest_platform(run.platform, paths)
-    standard = None if near is None else Standard(paths[near])
-    verdict, reasons = _verdict_without_comparison(registration, run, is_same_platform=near == run.platform)
+    verdict, reasons = _verdict_without_comparison(registration, run, standard_paths(registration, settings))
+    has_ended_well = run.fault is None
+    if has_ended_well:
+        check_policies_fit(registration, run)
     assessment = Assessment(
         subject=registration.test_id,
         verdict=TestVerdict.MATCH,
         platform=run.platform,
         breaks=check_invariants(run.batches(), registration.invariant),
-        warnings=_warnings(run),
+        warnings=[*_warnings(run), *(coverage_warnings(registration, run.metrics) if has_ended_well else ())],
         duration_s=run.duration_s,
         run_path=display_path(run.path, settings),
         node=run.node,
         attempts=run.attempts,
     )
-    if standard is not None and run.recording is not None and run.recording.has_series:
-        policies = registration.policies(pinned_metrics(standard))
-        comparison = compare(run.batches(), standard.batches(), policies=policies)
-        assessment = dataclasses.replace(
-            assessment,
-            comparison=comparison,
-            compared_with=display_path(standard.path, settings),
-            environment=difference(standard.metadata.environment, run.environment),
-            warnings=[
-                *assessment.warnings,
-                *(_weaker_policies(registration, standard) if near == run.platform else ()),
-            ],
-        )
+    assessment = _compared(registration, run, settings, assessment, verdict)
     return _conclude(registration, run, settings, assessment, verdict, reasons)
 
 
@@ -201,22 +223,52 @@ def _weaker_policies(registration: Registration, standard: Standard) -> Iterator
 
 
 def _verdict_without_comparison(
-    registration: Registration, run: ObservedRun, *, is_same_platform: bool
+    registration: Registration, run: ObservedRun, platforms: Container[str]
 ) -> tuple[TestVerdict | None, list[str]]:
     """Return the verdict of a run that no comparison can be held against, and why; None if one can."""
-    if run.has_failed:
-        return TestVerdict.FAILED, [f"the recipe {(run.outcome or {}).get('explanation', 'failed')}"]
-    if run.invalid is not None:
-        return TestVerdict.INVALID, [str(run.invalid)]
-    if run.recording is not None and not run.recording.is_complete:
-        return TestVerdict.INCOMPLETE, list(run.recording.incomplete_reasons)
-    if run.recording is None or not run.recording.has_series:
-        return TestVerdict.FAILED, ["the recipe exited with code 0 and logged nothing: is the recorder opened?"]
+    if run.fault is not None:
+        return run.fault.verdict, list(run.fault.reasons)
+    if run.platform_fault is not None:
+        return TestVerdict.INCOMPARABLE, [f"the platform of the run is unknown: {run.platform_fault}"]
     if run.pins:
         return TestVerdict.INCOMPARABLE, [f"not on the profile {registration.profile!r}: {pin}" for pin in run.pins]
-    if not is_same_platform:
-        return TestVerdict.NO_STANDARD, []
-    return None, []
+    return (None if run.platform in platforms else TestVerdict.NO_STANDARD), []
+
+
+def _compared(
+    registration: Registration,
+    run: ObservedRun,
+    settings: Settings,
+    assessment: Assessment,
+    verdict: TestVerdict | None,
+) -> Assessment:
+    """Compare a run with the standard of its platform, or for information with the nearest.
+
+    A comparison that decides nothing may fail, too, and replaces no verdict then. But a standard that cannot be read is
+    an error while it is open whether there is one.
+    """
+    paths = standard_paths(registration, settings)
+    near = run.platform if run.platform in paths else nearest_platform(run.platform, paths)
+    if near is None or run.recording is None or not run.recording.has_series:
+        return assessment
+    try:
+        standard = open_standard(paths[near], near)
+        policies = registration.policies(pinned_metrics(standard))
+        comparison = compare(run.batches(), standard.batches(), policies=policies)
+    except RegistryError as error:
+        if verdict is None or (verdict is TestVerdict.NO_STANDARD and isinstance(error, StandardError)):
+            raise
+        shown = display_path(paths[near], settings)
+        return dataclasses.replace(
+            assessment, warnings=[*assessment.warnings, f"not compared with {shown}, for information: {error}"]
+        )
+    return dataclasses.replace(
+        assessment,
+        comparison=comparison,
+        compared_with=display_path(standard.path, settings),
+        environment=difference(standard.metadata.environment, run.environment),
+        warnings=[*assessment.warnings, *(_weaker_policies(registration, standard) if near == run.platform else ())],
+    )
 
 
 def _conclude(
@@ -228,23 +280,20 @@ def _conclude(
     reasons: list[str],
 ) -> Assessment:
     """Choose the verdict, and add what helps with it."""
-    comparison = assessment.comparison
-    never_emitted = _never_emitted(registration, run) if comparison is None else comparison.never_emitted
-    is_run_usable = verdict in (None, TestVerdict.INCOMPARABLE, TestVerdict.NO_STANDARD)
-    if is_run_usable and (assessment.breaks or never_emitted):
-        if comparison is None:
-            reasons += [f"{name}: registered, but no metric of the run answers to it" for name in never_emitted]
-        is_judged = verdict is None
+    comparison, is_judged = assessment.comparison, verdict is None
+    faults = coverage_faults(registration, run.metrics) if run.fault is None else []
+    if run.fault is None and (assessment.breaks or faults):
         verdict = TestVerdict.MISMATCH
-    else:
-        is_judged = verdict is None
-    if verdict is None and comparison is not None:
+        shown = [] if comparison is None else [never_emitted_text(name) for name in comparison.never_emitted]
+        reasons = [*reasons, *(fault for fault in faults if fault not in shown)]
+    elif verdict is None and comparison is not None:
         verdict = TestVerdict.of(comparison.verdict)
-    if verdict is TestVerdict.NO_STANDARD and comparison is not None:
+    elif verdict is TestVerdict.NO_STANDARD and (platforms := ", ".join(standard_paths(registration, settings))):
         verdict = TestVerdict.INCOMPARABLE
-        reasons = [*reasons, f"no standard for {run.platform}; there is one for {_platforms(registration, settings)}"]
+        reasons = [*reasons, f"no standard for {run.platform}; there is one for {platforms}"]
     verdict = verdict or TestVerdict.NO_STANDARD
-    if is_run_usable and not registration.requires_verdict(run.platform):
+    is_elsewhere = run.platform_fault is None and not registration.requires_verdict(run.platform)
+    if run.fault is None and is_elsewhere:
         verdict, is_judged = TestVerdict.SKIPPED, False
         reasons = [*reasons, f"no verdict is required on {run.platform}; the run is kept"]
     return dataclasses.replace(
@@ -253,17 +302,15 @@ def _conclude(
         reasons=reasons,
         is_judged=is_judged,
         log_tail=run.log_tail() if verdict is TestVerdict.FAILED else None,
-        next_steps=_next_steps(registration, verdict, run, settings),
+        next_steps=_next_steps(registration, verdict, run, settings, hint=_mismatch_hint(assessment, faults)),
     )
 
 
-def _never_emitted(registration: Registration, run: ObservedRun) -> Sequence[str]:
-    names = frozenset(() if run.recording is None else run.recording.metrics)
-    return registration.policies().never_emitted(names)
-
-
-def _platforms(registration: Registration, settings: Settings) -> str:
-    return ", ".join(standard_paths(registration, settings))
+def _mismatch_hint(assessment: Assessment, faults: Sequence[str]) -> str | None:
+    """Return what to do about a mismatch that ``record`` would refuse; None if it would not."""
+    if faults:
+        return "correct the recipe, or what the registration names"
+    return breaks_hint(assessment.breaks) if assessment.breaks else None
 
 
 def _warnings(run: ObservedRun) -> list[str]:
@@ -281,17 +328,25 @@ def _warnings(run: ObservedRun) -> list[str]:
     return warnings
 
 
-def _next_steps(registration: Registration, verdict: TestVerdict, run: ObservedRun, settings: Settings) -> list[str]:
+def _next_steps(
+    registration: Registration, verdict: TestVerdict, run: ObservedRun, settings: Settings, *, hint: str | None
+) -> list[str]:
     record = f"e2e-registry record --test {registration.test_id}"
     match verdict:
+        case TestVerdict.MISMATCH if hint is not None:
+            return [hint]
         case TestVerdict.MISMATCH:
             return [f"if the change is intended: {record}"]
         case TestVerdict.NO_STANDARD:
             return [f"{record}, then commit the standard"]
+        case TestVerdict.INCOMPARABLE if run.platform_fault is not None:
+            return []  # the reason says what to do, and record refuses such a run
         case TestVerdict.INCOMPARABLE if run.pins:
             return ["unset the variable, or state it in the registration's env= if this machine sets it for all"]
         case TestVerdict.INCOMPARABLE:
             return [f"{record}, to add a standard for {run.platform}"]
         case TestVerdict.FAILED | TestVerdict.INCOMPLETE:
-            return [f"read the whole output: {display_path(run.path / LOG_FILE, settings)}"]
+            advice = None if run.fault is None else run.fault.hint
+            read = f"read the whole output: {display_path(run.path / LOG_FILE, settings)}"
+            return [read] if advice is None else [advice, read]
     return []

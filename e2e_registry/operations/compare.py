@@ -6,14 +6,17 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from e2e_registry.comparison import Assessment, TestVerdict, check_invariants, compare
+from e2e_registry.comparison import Assessment, Comparison, Presence, TestVerdict, check_invariants, compare
 from e2e_registry.config import Settings
 from e2e_registry.errors import NoStandardError, UsageError
 from e2e_registry.series import SeriesBatch
 from e2e_registry.standard import Standard
-from e2e_registry.tolerance import Policies, PolicyKind
+from e2e_registry.tolerance import Policies
+
+if TYPE_CHECKING:
+    from e2e_registry.registration import Registration
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def compare_with_test(run: Path, against: Path | None, test: str, settings: Sett
     """
     from e2e_registry.operations.check import assess
     from e2e_registry.operations.running import load_run
+    from e2e_registry.operations.standards import open_standard, pinned_metrics
     from e2e_registry.registration import find_test
 
     registration = find_test(settings, test)
@@ -111,12 +115,22 @@ def compare_with_test(run: Path, against: Path | None, test: str, settings: Sett
         against = settings.standard_path(registration.stem, platform)
         if not against.exists():
             raise NoStandardError(f"{registration.test_id} has no standard for {platform}")
+        open_standard(against, platform)
     want = open_side(against, settings)
-    pinned = frozenset() if want.standard is None else frozenset(want.standard.metadata.policies)
-    assessment = compare_sides(got, want, policies=registration.policies(pinned))
+    assessment = compare_sides(got, want, policies=registration.policies(pinned_metrics(want.standard)))
     breaks = check_invariants(got.batches(), registration.invariant)
-    verdict = TestVerdict.MISMATCH if breaks and assessment.is_judged else assessment.verdict
-    return dataclasses.replace(assessment, breaks=breaks, verdict=verdict)
+    faults = [] if assessment.comparison is None else _coverage_faults(registration, assessment.comparison)
+    verdict = TestVerdict.MISMATCH if (breaks or faults) and assessment.is_judged else assessment.verdict
+    return dataclasses.replace(assessment, breaks=breaks, verdict=verdict, reasons=[*assessment.reasons, *faults])
+
+
+def _coverage_faults(registration: Registration, comparison: Comparison) -> list[str]:
+    """Return why the run of a comparison cannot stand behind a verdict; without what the comparison says itself."""
+    from e2e_registry.registration import coverage_faults, never_emitted_text
+
+    emitted = {result.key.metric for result in comparison.series if result.presence is not Presence.ONLY_WANT}
+    shown = [never_emitted_text(name) for name in comparison.never_emitted]
+    return [fault for fault in coverage_faults(registration, emitted) if fault not in shown]
 
 
 def _environment_difference(want: Side, got: Side) -> Any:
@@ -130,6 +144,5 @@ def _environment_difference(want: Side, got: Side) -> Any:
 def _policies(want: Side) -> Policies:
     if want.standard is None or not want.standard.metadata.policies:
         return Policies(judge_all=True)
-    policies = want.standard.metadata.policies
-    observed = [name for name, policy in policies.items() if policy.get("kind") == PolicyKind.OBSERVE.value]
-    return Policies(observe=observed, pinned=frozenset(policies))
+    metadata = want.standard.metadata
+    return Policies(observe=sorted(metadata.observed), pinned=metadata.judged)

@@ -11,7 +11,7 @@ from typing import Any
 from e2e_registry.config import Settings
 from e2e_registry.errors import NoStandardError, UsageError
 from e2e_registry.operations.running import read_facts
-from e2e_registry.operations.standards import display_path, standard_paths
+from e2e_registry.operations.standards import display_path, open_standard, standard_paths
 from e2e_registry.registration import Registration, find_test
 from e2e_registry.reports.values import listed
 from e2e_registry.series import Point, SeriesKey
@@ -112,14 +112,14 @@ def standards_of(target: str, settings: Settings, *, platform: str | None = None
         return [Standard(Path(target))]
     registration = find_test(settings, target)
     paths = standard_paths(registration, settings)
-    chosen = [path for slug, path in paths.items() if platform in (None, slug)]
+    chosen = {slug: path for slug, path in paths.items() if platform in (None, slug)}
     if not chosen:
         have = f"; it has {', '.join(paths)}" if paths else ""
         raise NoStandardError(
             f"{registration.test_id} has no standard{'' if platform is None else f' for {platform}'}{have}",
             hint=f"e2e-registry record --test {registration.test_id}",
         )
-    return [Standard(path) for path in chosen]
+    return [open_standard(path, slug) for slug, path in chosen.items()]
 
 
 def points_of(standard: Standard, metric: str) -> Iterator[tuple[SeriesKey, int, Point]]:

@@ -18,7 +18,7 @@ from e2e_registry.environment import may_be_platform_of, source_tree_of_revision
 from e2e_registry.errors import NothingSelectedError, StorageError, UsageError
 from e2e_registry.operations.check import quarantine_text
 from e2e_registry.operations.partition import Partition, partition
-from e2e_registry.operations.standards import standard_paths
+from e2e_registry.operations.standards import open_standard, standard_paths
 from e2e_registry.registration import Registration
 from e2e_registry.storage import read_json_object
 from e2e_registry.tolerance import matches
@@ -180,6 +180,7 @@ def make_plan(
     Raises:
         UsageError: No or an unknown platform, an unknown revision, or more jobs than GitHub takes.
         NothingSelectedError: There is nothing for a job to run.
+        StandardError: A standard cannot be read, or is of another platform than its name says.
     """
     jobs: list[PlannedJob] = []
     expected: list[ExpectedVerdict] = []
@@ -233,9 +234,17 @@ def _chosen_platforms(settings: Settings, platform: str | None) -> Mapping[str, 
 
 
 def _established_platforms(settings: Settings) -> frozenset[str]:
-    """Return the platforms that any standard is committed for."""
-    files = settings.standards_dir.glob("*.*.parquet")
-    return frozenset(file.name.split(".", 1)[1].removesuffix(".parquet") for file in files)
+    """Return the platforms that any standard is committed for.
+
+    Raises:
+        StandardError: A standard cannot be read, or is of another platform than its name says.
+    """
+    platforms = set()
+    for file in sorted(settings.standards_dir.glob("*.*.parquet")):
+        platform = file.name.split(".", 1)[1].removesuffix(".parquet")
+        open_standard(file, platform)
+        platforms.add(platform)
+    return frozenset(platforms)
 
 
 def _expected(test: Registration, platform: str, settings: Settings, *, is_established: bool) -> ExpectedVerdict:

@@ -12,6 +12,7 @@ from typing import Any
 from e2e_registry.comparison import (
     Comparison,
     InvariantBreak,
+    TestVerdict,
     Verdict,
     check_invariants,
     compare,
@@ -19,8 +20,9 @@ from e2e_registry.comparison import (
 from e2e_registry.comparison.change import REPEAT_UNPROVEN, Action, StandardChange
 from e2e_registry.comparison.policy_change import policy_changes
 from e2e_registry.comparison.result import SeriesResult
+from e2e_registry.comparison.rounding import rounded_series
 from e2e_registry.config import Settings
-from e2e_registry.environment import arguments_equal, difference, software_equal
+from e2e_registry.environment import arguments_equal, difference, software_equal, source_facts
 from e2e_registry.errors import (
     InvalidRunError,
     MismatchError,
@@ -35,10 +37,11 @@ from e2e_registry.operations.standards import (
     display_path,
     kept_batches,
     metadata_of,
+    open_standard,
     pinned_metrics,
     standard_paths,
 )
-from e2e_registry.registration import Registration
+from e2e_registry.registration import Registration, coverage_faults, coverage_warnings
 from e2e_registry.reports.values import MAX_SHOWN, listed
 from e2e_registry.series import SeriesBatch, SeriesKey
 from e2e_registry.standard import Standard, StandardMetadata, content_digest, write_standard
@@ -83,7 +86,7 @@ def record_test(
 
     Raises:
         RecordingError: The recipe failed, or its recording is invalid or incomplete.
-        MismatchError: An invariant is broken, or a registered metric was never emitted.
+        MismatchError: An invariant is broken, a registered metric was never emitted, or nothing would be judged.
         RefusedError: A pin does not hold, or a writer's state is unknown.
         StorageError: The old standard cannot be read, or the new one not written; the old one is then unchanged.
     """
@@ -130,7 +133,8 @@ def record_test(
 
 def _old_standards(registration: Registration, settings: Settings) -> dict[str, Standard]:
     """Open what is there before minutes are spent on runs: a damaged standard must be seen first."""
-    return {platform: Standard(path) for platform, path in standard_paths(registration, settings).items()}
+    paths = standard_paths(registration, settings)
+    return {platform: open_standard(path, platform) for platform, path in paths.items()}
 
 
 def require_recordable(registration: Registration, run: ObservedRun, *, allow_unknown_state: bool) -> None:
@@ -138,7 +142,7 @@ def require_recordable(registration: Registration, run: ObservedRun, *, allow_un
 
     Raises:
         RecordingError: The recipe failed, or its recording is invalid or incomplete.
-        MismatchError: An invariant is broken, or a registered metric was never emitted.
+        MismatchError: An invariant is broken, a registered metric was never emitted, or nothing would be judged.
         RefusedError: A pin does not hold, or a writer's state is unknown.
     """
     require_complete(run)
@@ -155,16 +159,16 @@ def require_recordable(registration: Registration, run: ObservedRun, *, allow_un
             f"the determinism state of {listed(run.unknown_writers)} is unknown: no state file was left",
             hint="log through e2e_registry.MetricRecorder, or pass --allow-unknown-state",
         )
-    never = registration.policies().never_emitted(frozenset(run.recording.metrics if run.recording else ()))
-    if never:
+    faults = coverage_faults(registration, run.metrics)
+    if faults:
         raise MismatchError(
-            f"registered, but no metric of the run answers to it: {listed(never)}",
+            listed(faults, MAX_SHOWN, separator="; "),
             where=registration.test_id,
-            hint=f"the run emitted: {listed(run.recording.metrics if run.recording else ())}",
+            hint=f"the run emitted: {listed(sorted(run.metrics))}",
         )
     breaks = check_invariants(run.batches(), registration.invariant)
     if breaks:
-        raise breaks_error(breaks, where=registration.test_id, hint=_breaks_hint(breaks))
+        raise breaks_error(breaks, where=registration.test_id, hint=breaks_hint(breaks))
 
 
 def require_complete(run: ObservedRun) -> None:
@@ -173,21 +177,17 @@ def require_complete(run: ObservedRun) -> None:
     Raises:
         RecordingError: The recipe failed, or its recording is invalid, incomplete or empty.
     """
-    if run.has_failed:
-        tail = run.log_tail()
-        shown = "; the end of its output:\n" + textwrap.indent(tail, "  | ", lambda line: True) if tail else ""
-        raise RecipeError(f"the recipe {(run.outcome or {}).get('explanation', 'failed')}{shown}", where=run.path)
-    if run.invalid is not None:
+    fault = run.fault
+    if fault is None:
+        return
+    if run.invalid is not None and fault.verdict is TestVerdict.INVALID:
         raise InvalidRunError(run.invalid.message, where=run.invalid.where, hint=run.invalid.hint)
-    if run.recording is None or not run.recording.is_complete:
-        reasons = () if run.recording is None else run.recording.incomplete_reasons
-        raise RecordingError(f"the run is incomplete: {listed(reasons, separator='; ')}", where=run.path)
-    if not run.recording.has_series:
-        raise RecipeError(
-            "the recipe exited with code 0 and logged nothing",
-            where=run.path,
-            hint="open a MetricRecorder in it, or write lines to $E2E_METRICS_JSONL",
-        )
+    text = listed(fault.reasons, separator="; ")
+    if fault.verdict is TestVerdict.INCOMPLETE:
+        raise RecordingError(f"the run is incomplete: {text}", where=run.path)
+    tail = run.log_tail() if run.has_failed else ""
+    shown = "; the end of its output:\n" + textwrap.indent(tail, "  | ", lambda line: True) if tail else ""
+    raise RecipeError(f"{text}{shown}", where=run.path, hint=fault.hint)
 
 
 def breaks_error(breaks: Sequence[InvariantBreak], *, where: str, hint: str) -> MismatchError:
@@ -200,10 +200,16 @@ def breaks_error(breaks: Sequence[InvariantBreak], *, where: str, hint: str) -> 
     return MismatchError(listed(texts, MAX_SHOWN, separator="; "), where=where, hint=hint)
 
 
-def _breaks_hint(breaks: Sequence[InvariantBreak]) -> str:
-    if any(broken.what == "finite" for broken in breaks):
-        return 'if NaN or infinity is right there, say so: invariants={"<metric>": {"finite": False}}'
-    return "correct the recipe, or the invariant"
+def breaks_hint(breaks: Sequence[InvariantBreak]) -> str:
+    """Return what to do about invariants that do not hold.
+
+    Where bounds are declared, no word permits NaN: it satisfies none.
+    """
+    unbounded = [broken for broken in breaks if broken.what == "finite" and not broken.invariant.has_bounds]
+    if not unbounded:
+        return "correct the recipe, or the invariant"
+    permission = f"invariants={{{unbounded[0].key.metric!r}: {{'finite': False}}}}"
+    return f"correct the recipe; if NaN or infinity is right there, say so: {permission}"
 
 
 # ------------------------------------------------------------------------------------------------ agreement
@@ -326,9 +332,16 @@ def prepare_standard(
         reused_run=None if reused is None else display_path(reused.path, settings),
         run_path=display_path(run.path, settings),
         num_points=sum(len(batch) for batch in batches),
-        warnings=run.warnings,
+        warnings=_warnings(registration, run),
     )
     return PreparedStandard(path=path, batches=batches, metadata=metadata, change=outcome)
+
+
+def _warnings(registration: Registration, run: ObservedRun) -> list[str]:
+    """Return what should be known of a run that becomes a standard: what it has no values for, and rounded values."""
+    policies = registration.policies()
+    rounded = rounded_series(run.batches(), lambda metric: policies.policy(metric).is_judged)
+    return [*run.warnings, *coverage_warnings(registration, run.metrics), *map(str, rounded)]
 
 
 def with_old_rows(
@@ -438,6 +451,7 @@ def adopt_run(
     settings: Settings,
     path: Path,
     *,
+    allow_other_source: bool = False,
     allow_unknown_state: bool = False,
     reason: str | None = None,
 ) -> StandardChange:
@@ -447,18 +461,27 @@ def adopt_run(
         registration: The test.
         settings: The repository's settings.
         path: A run directory.
+        allow_other_source: Adopt a run of other source code than the checkout's.
         allow_unknown_state: Adopt a run whose writers left no determinism state.
         reason: Why, in the author's words.
 
     Raises:
-        RefusedError: The run is of another recipe or other arguments, or may not become a standard.
+        RefusedError: The run is of another recipe, other arguments or other source, or may not become a standard.
         RecordingError: The run failed, or its recording is invalid or incomplete.
         StorageError: The run or the old standard cannot be read, or the new one not written.
     """
     if not path.is_dir():
         raise RefusedError("only a run directory says what was run", where=path, hint="give the folder of the run")
     run = load_run(path.resolve(), settings)
+    require_complete(run)
     require_declared_recipe(registration, run, settings)
+    if not allow_other_source:
+        excluded = [settings.standards_dir, settings.run_dir, path.resolve()]
+        source_tree = source_facts(settings.root, excluded)["source_tree"]
+        if source_tree is None:
+            _require_same_script(registration, run, settings)
+        else:
+            require_same_source(run, source_tree)
     require_recordable(registration, run, allow_unknown_state=allow_unknown_state)
     old = existing_standard(registration, settings, run.platform)
     return prepare_standard(registration, settings, run, old=old, agreed=None, reason=reason).write()
@@ -468,10 +491,10 @@ def existing_standard(registration: Registration, settings: Settings, platform: 
     """Open the standard of a test on a platform; None if there is none.
 
     Raises:
-        StandardError: It cannot be read.
+        StandardError: It cannot be read, or is of another platform.
     """
     path = settings.standard_path(registration.stem, platform)
-    return Standard(path) if path.exists() else None
+    return open_standard(path, platform) if path.exists() else None
 
 
 def require_declared_recipe(registration: Registration, run: ObservedRun, settings: Settings) -> None:
@@ -494,3 +517,45 @@ def require_declared_recipe(registration: Registration, run: ObservedRun, settin
             where=run.path,
             hint="run the test as it is declared now, and take that run",
         )
+
+
+_OTHER_SOURCE_HINT = "check out the commit that was run, without other edits; or pass --allow-other-source"
+
+
+def _require_same_script(registration: Registration, run: ObservedRun, settings: Settings) -> None:
+    """Refuse a run of another version of the script, where no git says what else it was run with."""
+    declared = declared_recipe(registration, settings).get("script_sha256")
+    recorded = run.environment.get("recipe", {}).get("script_sha256")
+    if declared != recorded:
+        raise RefusedError(
+            f"the run is of another version of {registration.script}: it hashed to {str(recorded)[:12]}, "
+            f"and here to {str(declared)[:12]}",
+            where=run.path,
+            hint=_OTHER_SOURCE_HINT,
+        )
+
+
+def require_same_source(run: ObservedRun, source_tree: str | None) -> None:
+    """Refuse a run of other code: neither what was checked out nor the pull request's head is what lies here.
+
+    Raises:
+        RefusedError: The source trees differ, or one of them is unknown.
+    """
+    source = run.environment.get("source", {})
+    trees = [source.get("source_tree"), source.get("head_source_tree")]
+    if source_tree is not None and source_tree in trees:
+        return
+    if source_tree is None:
+        what = "the source tree here is unknown, since this is no git repository"
+    elif not any(trees):
+        what = "the run does not say what source tree it is of"
+    else:
+        shown = " or ".join(str(tree)[:12] for tree in trees if tree)
+        what = f"the run is of the source tree {shown}, and here is {source_tree[:12]}"
+    head = source.get("head")
+    at = f" (commit {str(head)[:12]})" if head else ""
+    raise RefusedError(
+        f"{what}{at}",
+        where=run.path,
+        hint=_OTHER_SOURCE_HINT,
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_registry import __version__
+from e2e_registry.comparison import TestVerdict
 from e2e_registry.config import SLUG_RULE, Settings, is_slug
 from e2e_registry.determinism.doctor import judge_switches, problems
 from e2e_registry.determinism.relaunch import callers_environment
@@ -43,6 +44,25 @@ UNKNOWN_PLATFORM = "unknown"
 
 #: Returns variables that observe a run and are no part of its recipe, given the child's environment and run directory.
 Instrument = Callable[[Mapping[str, str], Path], Mapping[str, str]]
+
+
+#: What to do about a recipe that logged nothing.
+_NOTHING_LOGGED = "open a MetricRecorder in it, or write lines to $E2E_METRICS_JSONL"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFault:
+    """Why a run cannot be judged, whatever its numbers are.
+
+    Attributes:
+        verdict: What is concluded: ``failed``, ``invalid`` or ``incomplete``.
+        reasons: Why, one sentence each.
+        hint: What to do next.
+    """
+
+    verdict: TestVerdict
+    reasons: tuple[str, ...]
+    hint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,15 +119,28 @@ class ObservedRun:
         return not self.has_failed and self.recording is not None and self.recording.is_complete
 
     @property
+    def fault(self) -> RunFault | None:
+        """Why the run cannot be judged, whatever its numbers are; None if it can."""
+        if self.has_failed:
+            return RunFault(TestVerdict.FAILED, (f"the recipe {(self.outcome or {}).get('explanation', 'failed')}",))
+        if self.invalid is not None:
+            return RunFault(TestVerdict.INVALID, (str(self.invalid),))
+        if self.recording is None or not self.recording.is_complete:
+            reasons = ("nothing was recorded",) if self.recording is None else self.recording.incomplete_reasons
+            return RunFault(TestVerdict.INCOMPLETE, tuple(reasons))
+        if not self.recording.has_series:
+            return RunFault(TestVerdict.FAILED, ("the recipe exited with code 0 and logged nothing",), _NOTHING_LOGGED)
+        return None
+
+    @property
     def problems(self) -> list[str]:
         """Why the run cannot be judged, one sentence each; empty if it can."""
-        if self.has_failed:
-            return [f"the recipe {(self.outcome or {}).get('explanation', 'failed')}"]
-        if self.invalid is not None:
-            return [str(self.invalid)]
-        if self.recording is None or not self.recording.is_complete:
-            return list(self.recording.incomplete_reasons) if self.recording is not None else ["nothing was recorded"]
-        return [] if self.recording.has_series else ["the recipe exited with code 0 and logged nothing"]
+        return [] if self.fault is None else list(self.fault.reasons)
+
+    @property
+    def metrics(self) -> frozenset[str]:
+        """The names of all metrics that were recorded."""
+        return frozenset(() if self.recording is None else self.recording.metrics)
 
     @property
     def warnings(self) -> tuple[str, ...]:

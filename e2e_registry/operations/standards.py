@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import glob
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from e2e_registry.comparison.change import REPEAT_UNPROVEN
 from e2e_registry.config import Settings
 from e2e_registry.dtypes import Kind
 from e2e_registry.environment import redact_command, without_machine_paths
+from e2e_registry.errors import StandardError
 from e2e_registry.operations.running import ObservedRun
 from e2e_registry.registration import Registration, check_digest_policies, check_ulp_policies
 from e2e_registry.series import SeriesBatch
@@ -27,8 +29,26 @@ def display_path(path: Path, settings: Settings) -> str:
 def standard_paths(registration: Registration, settings: Settings) -> dict[str, Path]:
     """Return the existing standards of a test by platform slug, sorted."""
     prefix, suffix = f"{registration.stem}.", ".parquet"
-    files = sorted(settings.standards_dir.glob(f"{prefix}*{suffix}"))
+    files = sorted(settings.standards_dir.glob(f"{glob.escape(prefix)}*{suffix}"))
     return {file.name[len(prefix) : -len(suffix)]: file for file in files}
+
+
+def open_standard(path: Path, platform: str) -> Standard:
+    """Open the standard that a path names for a platform.
+
+    Raises:
+        StandardError: It cannot be read, or it is of another platform than its name says: a file that was renamed or
+            copied would be judged by bits that need not be equal.
+    """
+    standard = Standard(path)
+    recorded = standard.metadata.platform
+    if recorded != platform:
+        raise StandardError(
+            f"its name says {platform}, and it was recorded on {recorded}",
+            where=path,
+            hint=f"give it back its name, or delete it; a standard for {platform} is recorded there",
+        )
+    return standard
 
 
 def nearest_platform(platform: str, available: Mapping[str, Path]) -> str | None:
@@ -47,8 +67,11 @@ def nearest_platform(platform: str, available: Mapping[str, Path]) -> str | None
 
 
 def pinned_metrics(standard: Standard | None) -> frozenset[str]:
-    """Return the names that a standard pins; empty without one."""
-    return frozenset() if standard is None else frozenset(standard.metadata.policies)
+    """Return the names that a standard pins, those that it judges; empty without one.
+
+    What was recorded as observed was never judged, and does not become so when its name leaves the registration.
+    """
+    return frozenset() if standard is None else standard.metadata.judged
 
 
 def check_policies_fit(registration: Registration, run: ObservedRun) -> None:

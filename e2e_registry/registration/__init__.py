@@ -12,7 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from e2e_registry.registration.coverage import check_digest_policies, check_ulp_policies
+    from e2e_registry.registration.coverage import (
+        check_digest_policies,
+        check_ulp_policies,
+        coverage_faults,
+        coverage_warnings,
+        never_emitted_text,
+    )
     from e2e_registry.registration.declaration import Quarantine, Registration
     from e2e_registry.registration.discovery import discover, find_test, is_discovered, test_locations
     from e2e_registry.registration.entry import main, register_e2e_ci
@@ -23,11 +29,14 @@ __all__ = [
     "Registration",
     "check_digest_policies",
     "check_ulp_policies",
+    "coverage_faults",
+    "coverage_warnings",
     "declares_test",
     "discover",
     "find_test",
     "is_discovered",
     "main",
+    "never_emitted_text",
     "read_registration",
     "register_e2e_ci",
     "test_locations",
@@ -38,11 +47,14 @@ _HOMES = {
     "Registration": "declaration",
     "check_digest_policies": "coverage",
     "check_ulp_policies": "coverage",
+    "coverage_faults": "coverage",
+    "coverage_warnings": "coverage",
     "declares_test": "source",
     "discover": "discovery",
     "find_test": "discovery",
     "is_discovered": "discovery",
     "main": "entry",
+    "never_emitted_text": "coverage",
     "read_registration": "source",
     "register_e2e_ci": "entry",
     "test_locations": "discovery",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from e2e_registry.config import did_you_mean
 from e2e_registry.registration.declaration import Registration, deciding_key
 from e2e_registry.tolerance import PolicyKind, is_glob, matches
+
+_UNANSWERED = "no metric of the run answers to it"
 
 
 def check_coverage(registration: Registration) -> None:
@@ -30,6 +32,39 @@ def check_coverage(registration: Registration) -> None:
         if not any(can_share_a_name(name, pattern) for pattern in (*metrics, *observe)):
             message = f"invariant of a metric that is neither registered nor observed: {name!r}"
             raise error(f"invariants[{name!r}]", message, did_you_mean(name, (*metrics, *observe)))
+
+
+def coverage_faults(registration: Registration, emitted: Set[str]) -> list[str]:
+    """Return why a run that emitted these metrics cannot stand behind a verdict, one sentence each; empty if it can.
+
+    What a declaration names and a run does not bring would pass unseen: a registered metric, an invariant. And globs
+    may register no metric that is not observed, too, which only the names of a run can tell.
+    """
+    policies = registration.policies()
+    never = policies.never_emitted(frozenset(emitted))
+    faults = [never_emitted_text(name) for name in never]
+    for key in registration.invariants:
+        deciding = {deciding_key(registration.invariants, name) for name in emitted if matches(name, key)}
+        shadows = sorted(other for other in deciding if other is not None and is_glob(other))
+        if not deciding:
+            faults.append(f"invariants[{key!r}]: {_UNANSWERED}")
+        elif key not in deciding and shadows:  # an exact name in its place is meant so
+            faults.append(f"invariants[{key!r}] is never checked: {shadows[0]!r} stands before it")
+    if not never and not any(policies.policy(name).is_judged for name in emitted):
+        faults.append("nothing is judged: observe covers every registered metric that the run emitted")
+    return faults
+
+
+def never_emitted_text(name: str) -> str:
+    """Say that a run has nothing for a registered name or glob."""
+    return f"{name}: registered, but {_UNANSWERED}"
+
+
+def coverage_warnings(registration: Registration, emitted: Set[str]) -> list[str]:
+    """Return the tolerances and observed names that have no effect on a run that emitted these metrics."""
+    keys = [(f"tolerances[{key!r}]", key) for key in registration.tolerances]
+    keys += [(f"observe[{at}] {key!r}", key) for at, key in enumerate(registration.observe)]
+    return [f"{label}: {_UNANSWERED}" for label, key in keys if not any(matches(name, key) for name in emitted)]
 
 
 def can_share_a_name(first: str, second: str) -> bool:

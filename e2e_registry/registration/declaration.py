@@ -158,9 +158,12 @@ class Registration:
         return Policies(self.metrics, self.tolerances, self.observe, pinned)
 
     def invariant(self, metric: str) -> Invariant:
-        """Return what must hold for every value of ``metric``; an exact name goes before the first matching glob."""
+        """Return what must hold for every value of ``metric``; an exact name goes before the first matching glob.
+
+        What no key names must be finite if it is judged: a metric that is observed, or not registered, may be anything.
+        """
         key = deciding_key(self.invariants, metric)
-        return Invariant() if key is None else self.invariants[key]
+        return Invariant(finite=self.policies().policy(metric).is_judged) if key is None else self.invariants[key]
 
     def requires_verdict(self, platform: str) -> bool:
         """Whether the test must be judged on ``platform``; elsewhere it is compared for information."""

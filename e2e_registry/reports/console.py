@@ -29,6 +29,7 @@ from e2e_registry.comparison import (
 from e2e_registry.comparison.assessment import Repeat, RepeatLabel
 from e2e_registry.comparison.result import largest_first
 from e2e_registry.printable import printable
+from e2e_registry.registration import never_emitted_text
 from e2e_registry.reports.values import (
     MAX_SHOWN,
     capped,
@@ -192,7 +193,7 @@ def _repeat_text(repeat: Repeat) -> str:
     runs = count_text(len(repeat.run_paths), "further run")
     if repeat.label is RepeatLabel.REPEATABLE:
         return f"repeatable: {runs} agreed with this one, so the change is in the code or its environment"
-    return f"nondeterministic: {repeat.reason} ({', '.join(repeat.run_paths)})"
+    return f"{repeat.label.value}: {repeat.reason} ({', '.join(repeat.run_paths)})"
 
 
 def _series_count(count: int) -> str:
@@ -227,7 +228,7 @@ def print_comparison(comparison: Comparison, console: Console, *, all_metrics: b
     first = comparison.first_divergence
     if first is not None:
         print_line(console, f"first divergence: {_divergence_text(first)}", "bold")
-    never = [f"{name}: registered, but no metric of the run answers to it" for name in comparison.never_emitted]
+    never = [never_emitted_text(name) for name in comparison.never_emitted]
     print_lines(console, never, "such name", style="red", limit=limit)
     failing = largest_first(comparison.failing) if is_change else comparison.failing
     shown, num_hidden = capped(failing, limit)

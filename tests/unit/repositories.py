@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from e2e_registry.standard import Standard, write_standard
 
 #: Logs three series over five steps, as a recipe does that was written for the registry. `{change}` runs before.
 RECIPE = """
@@ -122,6 +125,14 @@ class Repository:
         environment = {**os.environ, **(env or {})}
         done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
         return Result(done.returncode, done.stdout, done.stderr)
+
+    def move_standard(self, platform: str, name: str = "test_stub") -> Path:
+        """Make a standard one of another platform, by name and metadata."""
+        old = Standard(self.standard.with_name(f"{name}.cpu-x86_64-portable.parquet"))
+        path = self.standards / f"{name}.{platform}.parquet"
+        write_standard(path, old.batches(), dataclasses.replace(old.metadata, platform=platform))
+        old.path.unlink()
+        return path
 
     def record(self) -> None:
         result = self.cli("record", "--test", "tests/e2e/test_stub.py")

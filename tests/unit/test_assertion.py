@@ -230,6 +230,13 @@ def test_a_stated_platform_is_one_standard_for_every_machine(repository: Reposit
     run(repository, TEST_FILE, "--record-assertions", "--determinism-profile", "cpu-portable").assert_outcomes(passed=1)
     assert the_standard(repository).name == "sgd.any.parquet"
     run(repository, TEST_FILE).assert_outcomes(passed=1)
+    the_standard(repository).rename(the_standard(repository).with_name("sgd.other.parquet"))
+    # Found by its name, when comparing and when recording, and as the nearest.
+    for stated, options in (("other", []), ("other", ["--record-assertions"]), ("elsewhere", [])):
+        write(repository, arguments=f', platform="{stated}"')
+        mislabelled = run(repository, TEST_FILE, *options)
+        mislabelled.assert_outcomes(failed=1)
+        mislabelled.stdout.fnmatch_lines(["*its name says other, and it was recorded on any*"])
 
 
 MISUSES = {

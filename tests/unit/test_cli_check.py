@@ -50,9 +50,10 @@ def test_no_standard_and_incomparable(repository: Repository, monkeypatch: pytes
     assert result.code == 3
     assert_golden("check_no_standard", result.out, repository.root)
     repository.record()
-    os.rename(repository.standard, repository.standards / "test_stub.cpu-aarch64-portable.parquet")
+    moved = repository.move_standard("cpu-aarch64-portable")
     assert verdict(repository) == (3, "incomparable")
-    os.rename(repository.standards / "test_stub.cpu-aarch64-portable.parquet", repository.standard)
+    moved.unlink()
+    repository.record()
     monkeypatch.setenv("MKL_CBWR", "AUTO")
     pinned = repository.cli("check", "--test", TEST)
     assert pinned.code == 3

@@ -142,7 +142,9 @@ def test_a_new_platform_is_for_information_until_its_standards_land(planned: Rep
     planned.write_test("test_named", platforms=["cpu-aarch64-*"])
     shutil.copy(planned.standard, planned.standards / f"test_named.{PORTABLE}.parquet")
     assert required() == {("stub", PORTABLE), ("named", ARM)}
-    shutil.copy(planned.standard, planned.standards / f"test_stub.{ARM}.parquet")
+    moved = planned.move_standard(ARM)
+    planned.record()
+    assert moved.exists()
     assert required() == {("stub", PORTABLE), ("stub", ARM), ("named", ARM)}
     planned.write_test("test_shaky", quarantine={"reason": "flaky", "until": "2999-01-01"})
     assert ("shaky", PORTABLE) not in required()

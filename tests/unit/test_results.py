@@ -163,8 +163,7 @@ def fleet(repository: Repository) -> Repository:
         repository.write_test(f"test_{name}", script=f"scripts/{name}.py")
     standard = repository.standards / "test_storage.cpu-x86_64-portable.parquet"
     standard.write_bytes(standard.read_bytes()[:-9])
-    other = repository.standards / "test_other_platform.cpu-x86_64-portable.parquet"
-    other.rename(other.with_name("test_other_platform.cpu-aarch64-portable.parquet"))
+    repository.move_standard("cpu-aarch64-portable", "test_other_platform")
     return repository
 
 
