@@ -96,7 +96,7 @@ class Schedule(Generic[T, R]):
         has_hastened = False
         try:
             self._cancellation.cancel()
-        except BaseException:  # as below; a recipe may have been told already
+        except BaseException:  # noqa: BLE001  # whatever a signal handler raises, as below
             has_hastened = True
             self._cancellation.cancel(hasten=True)
         self._running = {task: thread for task, thread in self._running.items() if thread.ident is not None}
