@@ -103,9 +103,13 @@ class Schedule(Generic[T, R]):
         leaves them to their supervisors, and what its handler raises passes.
         """
         self.stop_starting()
-        self._cancellation.cancel()
-        self._running = {task: thread for task, thread in self._running.items() if thread.ident is not None}
         has_hastened = False
+        try:
+            self._cancellation.cancel()
+        except BaseException:  # noqa: BLE001  # whatever a signal handler raises, as below
+            has_hastened = True
+            self._cancellation.cancel(hasten=True)
+        self._running = {task: thread for task, thread in self._running.items() if thread.ident is not None}
         while self._running:
             try:
                 end = self._wait()

@@ -154,6 +154,32 @@ def test_an_interrupt_at_any_point_loses_no_result() -> None:
     assert sorted(result for _, result in schedule.drain()) == ["quick", "slow"]
 
 
+def test_a_signal_just_after_what_runs_was_told_hastens_it_too() -> None:
+    cancellation = Cancellation()
+    heard: list[bytes] = []
+    started = threading.Event()
+
+    def hear(how: bytes) -> None:
+        heard.append(how)
+        if how == supervisor.END:
+            raise KeyboardInterrupt
+
+    def work(task: str, lease: Lease | None) -> str:
+        with cancellation.calling(hear):
+            started.set()
+            while supervisor.KILL not in heard:
+                time.sleep(0.01)
+        return task
+
+    schedule = Schedule(
+        ["task"], work, demand=lambda task: Demand(0, 0), capacity=None, jobs=1, cancellation=cancellation
+    )
+    schedule._start_what_fits()
+    started.wait()
+    assert list(schedule.drain()) == [("task", "task")]
+    assert heard == [supervisor.END, supervisor.KILL]
+
+
 @pytest.mark.parametrize("signals", [1, 2, 3])
 def test_a_second_signal_hastens_what_is_being_ended_and_a_third_leaves(
     monkeypatch: pytest.MonkeyPatch, signals: int
