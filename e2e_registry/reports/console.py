@@ -236,21 +236,27 @@ def print_comparison(comparison: Comparison, console: Console, *, all_metrics: b
     accepted_shown, num_accepted_hidden = capped(accepted, limit)
     rest = [result for result in comparison.series if result.verdict not in _DIFFERING] if all_metrics else []
     _print_series([*shown, *accepted_shown, *rest], console, all_metrics=all_metrics)
-    failing_shown = list(shown)
-    if num_hidden and not is_change:
-        largest, num_hidden = capped(largest_first(failing[len(shown) :]), MAX_LARGEST)
-        failing_shown = [*shown, *largest]
-        print_line(console, f"the largest of the {num_hidden + len(largest):,} failing series that come later:")
-        _print_series(largest, console, all_metrics=False)
     if num_hidden:
-        more = more_text(num_hidden, "failing series", "failing series")
-        digests = sum(result.is_digest for result in failing) - sum(result.is_digest for result in failing_shown)
-        of_unknown_size = f" ({digests:,} of them digests, which have no size)" if digests else ""
-        print_line(console, f"{more}, none larger{of_unknown_size}: --all-metrics shows them")
+        _print_hidden(failing[len(shown) :], console, is_change=is_change)
     if num_accepted_hidden:
         more = more_text(num_accepted_hidden, "series within its tolerance", "series within their tolerance")
         print_line(console, f"{more}, none further off: --all-metrics shows them")
     _print_the_rest(comparison, console, all_metrics=all_metrics)
+
+
+def _print_hidden(hidden: Sequence[SeriesResult], console: Console, *, is_change: bool) -> None:
+    """Print the largest of the failing series that were left out, unless those shown are larger; count the rest."""
+    if not is_change:
+        largest, _ = capped(largest_first(hidden), MAX_LARGEST)
+        print_line(console, f"the largest of the {len(hidden):,} failing series that come later:")
+        _print_series(largest, console, all_metrics=False)
+        hidden = [result for result in hidden if not any(result is other for other in largest)]
+    if hidden:
+        names = ("series that differs", "series that differ") if is_change else ("failing series", "failing series")
+        num_digests = sum(result.is_digest for result in hidden)
+        digests = f" ({num_digests:,} of them digests, which have no size)" if num_digests else ""
+        more = more_text(len(hidden), *names)
+        print_line(console, f"{more}, none larger{digests}: --all-metrics shows them")
 
 
 def _print_series(results: Sequence[SeriesResult], console: Console, *, all_metrics: bool) -> None:
