@@ -331,6 +331,7 @@ def test_a_locked_gpu_is_refused_by_whatever_name_and_its_holder_named(gpus: Rep
     lock = GpuLock.take("4", name)
     assert isinstance(lock, GpuLock)
     assert lock.is_held
+    assert Path(f"/tmp/e2e-registry-{name}.lock").stat().st_mode & 0o777 == 0o666  # for other users
     for device in ("4", name, name[:12]):
         result = gpus.command(
             "run", "--test", "tests/e2e/test_one.py", "--gpu-wait", "0", env={"CUDA_VISIBLE_DEVICES": device}
