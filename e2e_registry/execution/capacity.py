@@ -79,7 +79,7 @@ def _quotas() -> Iterator[float]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         # Version 2 names no controllers; version 1 may mount the controllers of a line together.
-        for top in {_CGROUPS / controllers, _CGROUPS / "cpu" if controllers else _CGROUPS}:
+        for top in (_CGROUPS / controllers, _CGROUPS / "cpu") if controllers else (_CGROUPS,):
             own = top / path.lstrip("/")
             around = [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
             yield from (quota for quota in map(_quota, around) if quota is not None)

@@ -226,7 +226,8 @@ class GpuAdmission:
                 told = who
             is_locked = any(isinstance(each, str) for found in obstacles.values() for each in found)
             # Not all at the same time: of two runs that need two GPUs each, both might get one, again and again.
-            _sleep(min(left, (_LOCK_POLL_S if is_locked else _POLL_S) * random.uniform(0.8, 1.2)), allows_start)  # noqa: S311
+            pause_s = (_LOCK_POLL_S if is_locked else _POLL_S) * random.SystemRandom().uniform(0.8, 1.2)
+            _sleep(min(left, pause_s), allows_start)
 
 
 def _take_free(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -397,6 +398,7 @@ def test_a_locked_gpu_is_refused_by_whatever_name_and_its_holder_named(gpus: Rep
     lock = GpuLock.take("4", name)
     assert isinstance(lock, GpuLock)
     assert lock.is_held
+    assert Path(f"/tmp/e2e-registry-{name}.lock").stat().st_mode & 0o777 == 0o666  # for other users
     for device in ("4", name, name[:12]):
         result = gpus.command(
             "run", "--test", "tests/e2e/test_one.py", "--gpu-wait", "0", env={"CUDA_VISIBLE_DEVICES": device}
@@ -405,6 +407,30 @@ def test_a_locked_gpu_is_refused_by_whatever_name_and_its_holder_named(gpus: Rep
         assert f"still in use after 0 s: GPU {device}: another run of e2e-registry, pid {os.getpid()} (" in result.err
     lock.release()
     assert gpus.cli("run", "--test", "tests/e2e/test_one.py", "--gpu-wait", "0").code == 0
+
+
+def test_what_waits_for_a_gpu_when_the_check_is_interrupted_was_not_run(gpus: Repository) -> None:
+    lock = GpuLock.take("4", uuids_of(gpus)[0])
+    assert isinstance(lock, GpuLock)
+    check = subprocess.Popen(
+        [sys.executable, "-m", "e2e_registry", "check", "--all", "--jobs", "2"],
+        cwd=gpus.root,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "4"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert check.stderr is not None
+    shown = ""
+    while "waiting for GPU 4: another run of e2e-registry, pid" not in shown:
+        line = check.stderr.readline()
+        assert line, shown
+        shown += line
+    check.send_signal(signal.SIGINT)
+    assert check.wait(60) == 130
+    lock.release()
+    results = read_results(gpus)
+    assert (results["why_partial"], results["tests"]) == ("interrupted", [])
+    assert results["not_run"] == ["tests/e2e/test_one.py", "tests/e2e/test_two.py"]
 
 
 @pytest.mark.parametrize("case", ["a link", "a folder", "nobody may write"])
