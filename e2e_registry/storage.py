@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from e2e_registry.errors import StorageError
 
 _SUFFIX = ".tmp"
+
+#: Levels of a JSON document that is read; those of this package have fewer than ten.
+DEEPEST = 64
 
 
 @contextlib.contextmanager
@@ -51,6 +55,35 @@ def write_json(path: Path, data: Any) -> None:
     """Write ``data`` as strict JSON, atomically."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def parse_json(raw: bytes) -> Any:
+    """Return a JSON document that somebody else may have written: what this returns can be walked and written again.
+
+    Raises:
+        ValueError: It is no JSON, is nested deeper than :data:`DEEPEST`, or holds a number that is not finite or has
+            more than 64 bits.
+    """
+    try:
+        data = json.loads(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level, depth = [data], 0
+    while level:
+        depth += 1
+        if depth > DEEPEST:
+            raise ValueError("it is nested too deeply")
+        for value in level:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{value} is no number")
+            if isinstance(value, int) and value.bit_length() > 64:
+                raise ValueError("a number in it has more than 64 bits")
+        level = [part for value in level for part in _parts(value)]
+    return data
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def append_text(path: Path, text: str) -> None:

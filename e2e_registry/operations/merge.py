@@ -6,7 +6,6 @@ an honest exit code.
 
 from __future__ import annotations
 
-import json
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from e2e_registry.operations.plan import Plan
 from e2e_registry.operations.results import RESULTS_FILE, RESULTS_FORMAT
 from e2e_registry.operations.running import UNKNOWN_PLATFORM
 from e2e_registry.registration import Registration, discover
+from e2e_registry.storage import parse_json
 
 #: Beside ``results.json``: which job of which attempt wrote it, and for which platform it was planned.
 JOB_FILE = "job.json"
@@ -126,21 +126,17 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _first_words(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_RESULTS_BYTES:
             raise StorageError(f"is larger than {MAX_RESULTS_BYTES >> 20} MiB", where=path)
-        data = json.loads(path.read_bytes())
+        data = parse_json(path.read_bytes())
     except OSError as error:
         raise StorageError(f"cannot be read: {error.strerror}", where=path) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         is_zip = path.suffix == ".zip"
         hint = "unpack the artifact, and name the folder" if is_zip else None
-        raise StorageError(f"is not JSON: {_first_words(error)}", where=path, hint=hint) from error
+        raise StorageError(f"is not JSON: {error}", where=path, hint=hint) from error
     if not isinstance(data, dict):
         raise StorageError("is no JSON object", where=path)
     return data

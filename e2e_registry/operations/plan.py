@@ -20,6 +20,7 @@ from e2e_registry.operations.check import quarantine_text
 from e2e_registry.operations.partition import Partition, partition
 from e2e_registry.operations.standards import standard_paths
 from e2e_registry.registration import Registration
+from e2e_registry.storage import parse_json
 from e2e_registry.tolerance import matches
 
 PLAN_FORMAT = 1
@@ -273,7 +274,7 @@ def read_plan(path: Path) -> Plan:
         StorageError: It cannot be read, or is no plan.
     """
     try:
-        data = json.loads(path.read_bytes())
+        data = parse_json(path.read_bytes())
         if data["format"] != PLAN_FORMAT:
             raise StorageError(f"is a plan of format {data['format']}, not {PLAN_FORMAT}", where=path)
         expected = [ExpectedVerdict(**entry) for entry in data["expected"]]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import json
 from typing import Any
 
 from e2e_registry.config import Settings
-from e2e_registry.storage import write_json
+from e2e_registry.storage import parse_json, write_json
 
 _FORMAT = 1
 _FILE = "rejected.json"
@@ -49,7 +48,7 @@ class Rejections:
     def _read(self) -> dict[str, Any]:
         """Return the notes; a file that cannot be read holds none, since they only spare a question."""
         try:
-            data = json.loads(self._path.read_bytes())
+            data = parse_json(self._path.read_bytes())
             runs = data["runs"] if data["format"] == _FORMAT else {}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
