@@ -38,7 +38,13 @@ from e2e_registry.environment import (
 )
 from e2e_registry.errors import RefusedError, StorageError, UsageError
 from e2e_registry.operations.record import breaks_error, replace_if_changed, with_old_rows
-from e2e_registry.operations.standards import display_path, nearest_platform, pinned_metrics, recorded_facts
+from e2e_registry.operations.standards import (
+    display_path,
+    nearest_platform,
+    paths_by_platform,
+    pinned_metrics,
+    recorded_facts,
+)
 from e2e_registry.recording import MetricRecorder, RunRecording, gather
 from e2e_registry.standard import Standard, StandardMetadata, write_standard
 from e2e_registry.tolerance import Invariant, Policies, Tolerance, matches
@@ -213,8 +219,7 @@ class Assertion:
 
     def other_standards(self) -> dict[str, Path]:
         """Return the standards of this name by platform."""
-        prefix, suffix = f"{self.name}.", ".parquet"
-        return {path.name[len(prefix) : -len(suffix)]: path for path in sorted(self.folder.glob(f"{prefix}*{suffix}"))}
+        return paths_by_platform(self.folder, self.name)
 
     def policies(self, standard: Standard | None) -> Policies:
         """Return how the series are judged: every one of them, and those that the standard pins.

@@ -16,7 +16,7 @@ from typing import Any
 from e2e_registry.config import Settings
 from e2e_registry.determinism.diagnosis import Diagnosis, grouped
 from e2e_registry.determinism.doctor import Finding, Severity, judge
-from e2e_registry.determinism.profiles import Evidence, Profile, get_profile
+from e2e_registry.determinism.profiles import DEFAULT_PROFILE, Evidence, Profile, get_profile
 from e2e_registry.determinism.state import SOFTWARE, read_state
 from e2e_registry.determinism.variables import ChildEnvironment, at, captured_value, child_environment
 from e2e_registry.environment import redact_command
@@ -39,9 +39,6 @@ from e2e_registry.operations.state_hook.sitecustomize import MARKER, RUN_VARIABL
 from e2e_registry.recording.layout import RUN_FILE
 from e2e_registry.recording.reader import Writer, read_state_file, state_files
 from e2e_registry.registration import Registration
-
-#: The profile of what names none.
-DEFAULT_PROFILE = "cpu-portable"
 
 #: Modules whose presence means that a process may train.
 _FRAMEWORKS = ("torch", "jax", "tensorflow")
