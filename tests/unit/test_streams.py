@@ -96,3 +96,9 @@ def test_a_repository_may_lie_in_a_path_that_is_no_unicode(repository: Repositor
     # An artifact is one of CI's, where no path is like this.
     assert repository.command("accept", ".e2e_runs", "--yes").code == 6
     assert repository.command("doctor", repository.runs[-1]).code == 0
+
+
+@pytest.mark.parametrize("columns", ["0", "-5", "x", ""])
+def test_a_width_that_is_none_hides_nothing(repository: Repository, columns: str) -> None:
+    code, out, err = shell(repository, "$E2E list", COLUMNS=columns)
+    assert (code, TEST in out) == (0, True), err
