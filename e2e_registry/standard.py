@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -229,7 +230,7 @@ def write_standard(path: Path, stream: BatchStream, metadata: StandardMetadata) 
     # The schema's metadata, and not only the file's, since that is what pyarrow and pandas hand on to their users;
     # it has to be known before the first row is written, which is why the batches are gathered first.
     text = json.dumps(written.to_json(), sort_keys=True, ensure_ascii=False, allow_nan=False)
-    schema = SCHEMA.with_metadata({METADATA_KEY: text.encode()})
+    schema = SCHEMA.with_metadata({METADATA_KEY: text.encode(errors="backslashreplace")})  # JSON's escape too
     with replacing(path) as temporary, temporary.open("wb") as file, _parquet_writer(file, schema) as writer:
         for table in _tables(batches, schema):
             writer.write_table(table)
@@ -552,10 +553,11 @@ _UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 
 def _open_parquet(path: Path) -> pq.ParquetFile:
     try:
-        footer = pq.read_metadata(path)
+        file = pa.OSFile(os.fsencode(path))  # as bytes: Arrow takes no other path that is no Unicode
+        footer = pq.read_metadata(file)
         _check_columns(footer.schema.names, path)
         return pq.ParquetFile(
-            path, metadata=footer, read_dictionary=_NAME_COLUMNS, pre_buffer=False, buffer_size=1 << 20
+            file, metadata=footer, read_dictionary=_NAME_COLUMNS, pre_buffer=False, buffer_size=1 << 20
         )
     except FileNotFoundError as error:
         raise StandardError("there is no such file", where=path) from error

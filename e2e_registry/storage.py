@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -18,8 +19,9 @@ from typing import Any
 from e2e_registry.errors import StorageError
 
 _SUFFIX = ".tmp"
-#: What this package and GitHub write nests a tenth as deeply.
-MAX_NESTING = 100
+
+#: Levels of a JSON document that is read; those of this package have fewer than ten.
+DEEPEST = 64
 
 
 @contextlib.contextmanager
@@ -55,25 +57,32 @@ def write_json(path: Path, data: Any) -> None:
         temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON document of any origin holds.
+def parse_json(raw: str | bytes) -> Any:
+    """Return a JSON document that somebody else may have written: what this returns can be walked and written again.
 
     Raises:
-        ValueError: It is not JSON, or nested so deeply that whoever walks through it would not come back.
+        ValueError: It is no JSON, is nested deeper than :data:`DEEPEST`, or holds a number that is not finite or has
+            more than 64 bits.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(raw)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    level = [data]
-    for _ in range(MAX_NESTING):
-        level = [item for value in level for item in _items(value)]
-    if level:
-        raise ValueError("it is nested too deeply")
+    level, depth = [data], 0
+    while level:
+        depth += 1
+        if depth > DEEPEST:
+            raise ValueError("it is nested too deeply")
+        for value in level:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{value} is no number")
+            if isinstance(value, int) and value.bit_length() > 64:
+                raise ValueError("a number in it has more than 64 bits")
+        level = [part for value in level for part in _parts(value)]
     return data
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _parts(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 

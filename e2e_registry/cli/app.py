@@ -37,7 +37,7 @@ from e2e_registry.cli import (
 )
 from e2e_registry.cli.output import lasting_output
 from e2e_registry.cli.parsing import CommandAfterDashes, ManyValues
-from e2e_registry.errors import ExitCode, RegistryError, UsageError, usable_files
+from e2e_registry.errors import ExitCode, RegistryError, StorageError, UsageError, usable_files
 from e2e_registry.printable import printable
 
 #: Set to see the traceback of an internal error.
@@ -64,6 +64,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             with usable_files():
+                _require_folder()
                 command(*args, **kwargs)
         except (typer.Exit, typer.Abort, typer.TyperException):
             raise
@@ -88,6 +89,15 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(ExitCode.INTERNAL) from None
 
     return guarded
+
+
+def _require_folder() -> None:
+    """Refuse to run in a folder that was removed: no relative path means anything there."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        hint = "change to a folder that is there"
+        raise StorageError(f"the current folder cannot be used: {error.strerror}", hint=hint) from error
 
 
 def _failed(error: RegistryError) -> typer.Exit:

@@ -42,7 +42,7 @@ def doctor(
     profile: Profile = None,
     pinned: Pinned = False,
     fresh: Fresh = False,
-    timeout: workloads.Timeout = 3600.0,
+    timeout: workloads.Timeout = workloads.DEFAULT_TIMEOUT_S,
     gpu_wait: options.GpuWait = None,
     allow_busy_gpus: options.AllowBusyGpus = False,
     json: options.Json = False,

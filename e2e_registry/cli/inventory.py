@@ -29,7 +29,6 @@ def list_(
 
     settings = options.settings()
     selection = options.selection(
-        tests=None,
         suite=suite,
         everything=suite is None,
         nightly=True,

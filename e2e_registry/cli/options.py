@@ -84,13 +84,13 @@ def settings(test: str | None = None) -> Settings:
 
 def selection(
     *,
-    tests: list[str] | None,
-    suite: str | None,
-    everything: bool,
-    nightly: bool,
-    labels: list[str] | None,
-    match_all_labels: bool,
-    partition: str | None,
+    tests: list[str] | None = None,
+    suite: str | None = None,
+    everything: bool = False,
+    nightly: bool = False,
+    labels: list[str] | None = None,
+    match_all_labels: bool = False,
+    partition: str | None = None,
 ) -> Selection:
     """Return what the options that select tests say together."""
     from e2e_registry.operations.partition import Partition

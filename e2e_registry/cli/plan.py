@@ -54,7 +54,6 @@ def plan(
         nightly=nightly,
         labels=labels,
         match_all_labels=match_all_labels,
-        partition=None,
     )
     try:
         registrations, pairs = options.selected(settings, chosen, from_results)

@@ -51,7 +51,7 @@ def repeat(
     cost_pairs: CostPairs = 3,
     observe: workloads.Observe = None,
     profile: workloads.Profile = workloads.DEFAULT_PROFILE,
-    timeout: workloads.Timeout = 3600.0,
+    timeout: workloads.Timeout = workloads.DEFAULT_TIMEOUT_S,
     gpu_wait: options.GpuWait = None,
     allow_busy_gpus: options.AllowBusyGpus = False,
     all_metrics: options.AllMetrics = False,

@@ -6,17 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from e2e_registry.cli import options
+from e2e_registry.cli import options, workloads
 from e2e_registry.cli.output import print_json, progress
 
 
 def run(
     command: Annotated[list[str] | None, typer.Argument(help="Any command, after --.", metavar="[-- CMD ...]")] = None,
-    test: Annotated[str | None, typer.Option("--test", help="A test file.")] = None,
-    profile: Annotated[
-        str, typer.Option("--profile", help="Determinism profile of a command; a test declares its own.")
-    ] = "cpu-portable",
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds a command may take.")] = 3600.0,
+    test: workloads.Test = None,
+    profile: workloads.Profile = workloads.DEFAULT_PROFILE,
+    timeout: workloads.Timeout = workloads.DEFAULT_TIMEOUT_S,
     gpu_wait: options.GpuWait = None,
     allow_busy_gpus: options.AllowBusyGpus = False,
     json: options.Json = False,

@@ -68,7 +68,7 @@ def seeds(
     skip_first: SkipFirst = 0,
     threshold: Threshold = None,
     profile: workloads.Profile = workloads.DEFAULT_PROFILE,
-    timeout: workloads.Timeout = 3600.0,
+    timeout: workloads.Timeout = workloads.DEFAULT_TIMEOUT_S,
     gpu_wait: options.GpuWait = None,
     allow_busy_gpus: options.AllowBusyGpus = False,
     json: options.Json = False,
@@ -128,12 +128,13 @@ def parse_seeds(text: str) -> list[int]:
     """
     seeds: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*([0-9]{1,18})(?:\s*-\s*([0-9]{1,18}))?\s*", part)
         if match is None:
-            raise UsageError(f"--seeds {text!r}: {part!r} is no seed", hint="such as --seeds 0-4 or --seeds 1,2,5")
+            hint = "such as --seeds 0-4 or --seeds 1,2,5"
+            raise UsageError(f"--seeds {text[:60]!r}: {part[:60]!r} is no seed", hint=hint)
         first = int(match[1])
         last = first if match[2] is None else int(match[2])
         if last < first or last - first + len(seeds) >= _MOST_SEEDS:
-            raise UsageError(f"--seeds {text!r}: {part!r} is no range of at most {_MOST_SEEDS} seeds")
+            raise UsageError(f"--seeds {text[:60]!r}: {part[:60]!r} is no range of at most {_MOST_SEEDS} seeds")
         seeds += range(first, last + 1)
     return seeds

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from e2e_registry.determinism.profiles import DEFAULT_PROFILE as DEFAULT_PROFILE  # for the commands' defaults
 from e2e_registry.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from e2e_registry.config import Settings
     from e2e_registry.execution.gpus import GpuAdmission
 
-#: The profile of a command that names none.
-DEFAULT_PROFILE = "cpu-portable"
+#: Seconds that a command may take which says nothing else.
+DEFAULT_TIMEOUT_S = 3600.0
 
 Test = Annotated[str | None, typer.Option("--test", help="A test file.")]
 Profile = Annotated[str, typer.Option("--profile", help="Determinism profile of a command; a test declares its own.")]

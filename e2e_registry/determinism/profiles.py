@@ -363,6 +363,9 @@ class Profile:
         )
 
 
+#: The profile of what names none.
+DEFAULT_PROFILE = "cpu-portable"
+
 PROFILES: Mapping[str, Profile] = MappingProxyType(
     {
         profile.name: profile

@@ -28,6 +28,8 @@ ISA_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
 _AXIS_FACTS = {"cuda": "torch_build.cuda", "cudnn": "torch_build.cudnn", "nccl": "torch_build.nccl"}
 
 _LONGEST_NAME = 48
+#: Of a whole slug: beside it a standard's name holds that of its test.
+_LONGEST = 160
 
 
 def platform_slug(
@@ -65,7 +67,10 @@ def platform_slug(
     parts += [axis + _axis_version(axis, platform, software or {}) for axis in axes]
     if tag:
         parts.append(_slugified(tag))
-    return "-".join(parts)
+    slug = "-".join(parts)
+    if len(slug) > _LONGEST:
+        raise UsageError(f"the platform slug would have {len(slug)} characters, more than a file's name can hold")
+    return slug
 
 
 def may_be_platform_of(slug: str, *, profile: str, num_gpus: int = 0) -> bool:

@@ -284,6 +284,8 @@ def _prepare(
 
 def _registration(entry: ArtifactEntry, registrations: Mapping[str, Registration]) -> Registration:
     """Find the test that an artifact names; its id is only ever compared with ids of the checkout."""
+    if entry.folder is not None and entry.folder.fault is not None:
+        raise InvalidRunError(entry.folder.fault, where=entry.folder.label)
     if entry.subject in registrations:
         return registrations[entry.subject]
     raise UsageError(

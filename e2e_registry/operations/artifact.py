@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import re
 import stat
@@ -25,6 +24,7 @@ from typing import IO, Any
 from e2e_registry.errors import ArtifactError, UsageError
 from e2e_registry.operations.results import RESULTS_FILE, RESULTS_FORMAT
 from e2e_registry.recording.layout import METRICS_FILE, PLAIN_FILE, RUN_FILE, STATE_FILE
+from e2e_registry.storage import parse_json
 
 _BLOCK = 1 << 20
 # A single read of this size is a list of millions of names: zipfile reads the central directory at once.
@@ -63,6 +63,10 @@ class _Member:
     open: Callable[[], contextlib.AbstractContextManager[IO[bytes]]]
 
 
+class _NotJsonError(ArtifactError):
+    """A file holds no JSON document, or one that nobody could work with."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of one run in an artifact.
@@ -72,12 +76,14 @@ class RunFolder:
         at: Its place, which is no path.
         started_ns: When the run was started, by its own account; 0 if it does not say.
         test: Id of the test that was run, by its own account.
+        fault: Why its own account cannot be read, if so: the run is refused, and the others are not.
     """
 
     label: str
     at: Parts
     started_ns: int
     test: str | None
+    fault: str | None = None
 
     @property
     def run_id(self) -> str:
@@ -151,10 +157,10 @@ class Artifact:
         if len(raw) > self.limits.json_bytes:
             raise ArtifactError(f"it is larger than {self.limits.json_bytes:,} bytes", where=member.label)
         try:
-            data = json.loads(raw)
-            unprintable = _first_unprintable(data)
-        except (ValueError, RecursionError) as error:
-            raise ArtifactError(f"it is not JSON: {error}", where=member.label) from None
+            data = parse_json(raw)
+        except ValueError as error:
+            raise _NotJsonError(f"it is not JSON: {error}", where=member.label) from None
+        unprintable = _first_unprintable(data)
         if unprintable is not None:
             raise ArtifactError(f"it holds control characters: {unprintable!a:.80}", where=member.label, hint=_NOT_OURS)
         return data
@@ -163,7 +169,11 @@ class Artifact:
         for at in self._members:
             if at[-1] != RUN_FILE:
                 continue
-            facts = self._read_json(at)
+            facts, fault = {}, None
+            try:
+                facts = self._read_json(at)
+            except _NotJsonError as error:
+                fault = f"{RUN_FILE}: {error.message}"
             facts = facts if isinstance(facts, dict) else {}
             started, recipe = facts.get("started_ns"), facts.get("recipe")
             test = recipe.get("test") if isinstance(recipe, dict) else None
@@ -172,6 +182,7 @@ class Artifact:
                 at=at[:-1],
                 started_ns=started if type(started) is int else 0,
                 test=test if isinstance(test, str) else None,
+                fault=fault,
             )
             self._folders_by_id.setdefault(folder.run_id, folder)
             self._folders_in[folder.at[:-1]].append(folder)
@@ -181,9 +192,9 @@ class Artifact:
         found = [entry for at in results for entry in self._entries_of(at)]
         if not results:
             found = [
-                ArtifactEntry(folder.test, None, None, None, folder)
+                ArtifactEntry(folder.test or folder.label, None, None, None, folder)
                 for folder in self._folders.values()
-                if folder.test is not None
+                if folder.test is not None or folder.fault is not None
             ]
         newest: dict[tuple[object, ...], ArtifactEntry] = {}
         for entry in sorted(found, key=_attempt):

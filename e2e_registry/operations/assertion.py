@@ -42,6 +42,7 @@ from e2e_registry.operations.standards import (
     display_path,
     nearest_platform,
     open_standard,
+    paths_by_platform,
     pinned_metrics,
     recorded_facts,
 )
@@ -219,8 +220,7 @@ class Assertion:
 
     def other_standards(self) -> dict[str, Path]:
         """Return the standards of this name by platform."""
-        prefix, suffix = f"{self.name}.", ".parquet"
-        return {path.name[len(prefix) : -len(suffix)]: path for path in sorted(self.folder.glob(f"{prefix}*{suffix}"))}
+        return paths_by_platform(self.folder, self.name)
 
     def policies(self, standard: Standard | None) -> Policies:
         """Return how the series are judged: every one of them, and those that the standard pins.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -15,12 +16,13 @@ from typing import Any
 from e2e_registry.config import Settings
 from e2e_registry.determinism.diagnosis import Diagnosis, grouped
 from e2e_registry.determinism.doctor import Finding, Severity, judge
-from e2e_registry.determinism.profiles import Evidence, Profile, get_profile
+from e2e_registry.determinism.profiles import DEFAULT_PROFILE, Evidence, Profile, get_profile
 from e2e_registry.determinism.state import SOFTWARE, read_state
 from e2e_registry.determinism.variables import ChildEnvironment, at, captured_value, child_environment
 from e2e_registry.environment import redact_command
-from e2e_registry.errors import StorageError, UsageError
+from e2e_registry.errors import InvalidRunError, UsageError, usable_files
 from e2e_registry.execution.gpus import WHEN_EMPTY, GpuAdmission
+from e2e_registry.operations.run_facts import STATE_SHAPE, require_shape
 from e2e_registry.operations.running import (
     ObservedRun,
     declared_facts,
@@ -34,12 +36,9 @@ from e2e_registry.operations.running import (
 )
 from e2e_registry.operations.standards import display_path
 from e2e_registry.operations.state_hook.sitecustomize import MARKER, RUN_VARIABLE
-from e2e_registry.recording.layout import RUN_FILE, STATE_FILE
+from e2e_registry.recording.layout import RUN_FILE
+from e2e_registry.recording.reader import Writer, read_state_file, state_files
 from e2e_registry.registration import Registration
-from e2e_registry.storage import parse_json
-
-#: The profile of what names none.
-DEFAULT_PROFILE = "cpu-portable"
 
 #: Modules whose presence means that a process may train.
 _FRAMEWORKS = ("torch", "jax", "tensorflow")
@@ -325,7 +324,7 @@ def _unknown(run: ObservedRun) -> _Process:
 def _processes(run: ObservedRun) -> Iterator[_Process]:
     """Yield the writers and observed processes of a run, from its files: an invalid recording has states too."""
     writers = {} if run.recording is None else dict.fromkeys(run.recording.writer_states)
-    states = dict(_state_files(run.path))
+    states = _states(run.path)
     for role, rank in {**writers, **states}:
         state = states.get((role, rank))
         observed = at(state, "observed")
@@ -335,19 +334,15 @@ def _processes(run: ObservedRun) -> Iterator[_Process]:
         yield _Process(name, state, observed)
 
 
-def _state_files(path: Path) -> Iterator[tuple[tuple[str, int], Mapping[str, Any] | None]]:
-    try:
-        for file in sorted(path.iterdir()):
-            match = STATE_FILE.fullmatch(file.name)
-            if match is not None:
-                yield (match["role"], int(match["rank"])), _state(file)
-    except OSError as error:
-        raise StorageError(f"cannot read: {error.strerror}", where=error.filename or path) from error
-
-
-def _state(file: Path) -> Mapping[str, Any] | None:
-    try:
-        state = parse_json(file.read_bytes())
-    except ValueError:
-        return None
-    return state if isinstance(state, dict) and state.keys() != {"error"} else None
+def _states(path: Path) -> dict[Writer, Mapping[str, Any] | None]:
+    """Return what each process left in a run directory; None of one whose file cannot be read or is foreign."""
+    states: dict[Writer, Mapping[str, Any] | None] = {}
+    with usable_files():
+        for writer, file in state_files(path):
+            states[writer] = None
+            with contextlib.suppress(InvalidRunError):
+                state = read_state_file(file)
+                if state is not None and state.keys() != {"error"}:
+                    require_shape(state, STATE_SHAPE, file)
+                    states[writer] = state
+    return states

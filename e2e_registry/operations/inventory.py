@@ -10,6 +10,7 @@ from typing import Any
 
 from e2e_registry.config import Settings
 from e2e_registry.errors import NoStandardError, UsageError
+from e2e_registry.operations.run_facts import duration_s
 from e2e_registry.operations.running import read_facts
 from e2e_registry.operations.standards import display_path, open_standard, standard_paths
 from e2e_registry.registration import Registration, find_test
@@ -66,8 +67,9 @@ def measured_duration(registration: Registration, settings: Settings) -> Measure
     for path in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():
         facts = read_facts(path)
         outcome, is_ours = facts.get("outcome") or {}, (facts.get("recipe") or {}).get("test") == registration.test_id
-        if is_ours and outcome.get("status") == "exited" and outcome.get("exit_code") == 0:
-            durations.append((facts["ended_ns"] - facts["started_ns"]) / 1e9)
+        duration = duration_s(facts)
+        if is_ours and outcome.get("status") == "exited" and outcome.get("exit_code") == 0 and duration is not None:
+            durations.append(duration)
         if len(durations) == _MEASURED_RUNS:
             break
     return MeasuredDuration(len(durations), statistics.median(durations)) if durations else None

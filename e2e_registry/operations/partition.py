@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from e2e_registry.errors import UsageError
 from e2e_registry.registration import Registration
 
-_FORM = re.compile(r"([0-9]+)/([0-9]+)")
+# More digits than any number of machines has, and fewer than Python refuses to convert.
+_FORM = re.compile(r"([0-9]{1,18})/([0-9]{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,15 @@ class Partition:
         """
         match = _FORM.fullmatch(text)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise UsageError(f"{text!r} is no partition", where="--partition", hint="i/n with 1 <= i <= n, such as 2/4")
+            hint = "i/n with 1 <= i <= n, such as 2/4"
+            raise UsageError(f"{text[:60]!r} is no partition", where="--partition", hint=hint)
         return cls(int(match[1]), int(match[2]))
 
     def of(self, registrations: Sequence[Registration]) -> list[Registration]:
         """Return this part of ``registrations``."""
-        return partition(registrations, self.count)[self.index - 1]
+        # Tests go to the first of the parts that are still empty, so those beyond as many as there are tests stay so.
+        parts = partition(registrations, min(self.count, max(len(registrations), 1)))
+        return parts[self.index - 1] if self.index <= len(parts) else []
 
 
 def partition(registrations: Sequence[Registration], count: int) -> list[list[Registration]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 import secrets
 import sys
@@ -33,11 +32,12 @@ from e2e_registry.environment import compose, launch_facts, platform_facts, plat
 from e2e_registry.errors import InvalidRunError, UsageError
 from e2e_registry.execution.gpus import VISIBLE_VARIABLE, WHEN_EMPTY, GpuAdmission, visible_gpus
 from e2e_registry.execution.launcher import LOG_FILE, Cancellation, LaunchSpec, launch, log_tail
-from e2e_registry.operations.run_facts import FACTS_SHAPE, STATE_SHAPE, shape_fault
+from e2e_registry.operations.run_facts import FACTS_SHAPE, STATE_SHAPE, duration_s, require_shape, shape_fault
 from e2e_registry.recording import RunRecording, read_run
 from e2e_registry.recording.layout import RUN_FILE, state_file
 from e2e_registry.registration import Registration
 from e2e_registry.series import SeriesBatch
+from e2e_registry.storage import parse_json
 
 #: Of series that came without a run directory.
 UNKNOWN_PLATFORM = "unknown"
@@ -150,8 +150,7 @@ class ObservedRun:
     @property
     def duration_s(self) -> float | None:
         """Wall time of the recipe in seconds."""
-        started, ended = self.facts.get("started_ns"), self.facts.get("ended_ns")
-        return None if started is None or ended is None else (ended - started) / 1e9
+        return duration_s(self.facts)
 
     @cached_property
     def unknown_writers(self) -> tuple[str, ...]:
@@ -534,22 +533,19 @@ def _platform_tag(facts: Mapping[str, Any], settings: Settings) -> str | None:
 def read_facts(path: Path) -> dict[str, Any]:
     """Return ``run.json`` of a run directory; empty if there is none that can be read, or it says nonsense."""
     try:
-        facts = json.loads((path / RUN_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        facts = parse_json((path / RUN_FILE).read_bytes())
+    except (OSError, ValueError):
         return {}
     return facts if shape_fault(facts, FACTS_SHAPE) is None else {}
 
 
 def _check_facts(recording: RunRecording) -> None:
     """Refuse facts of another shape than the launcher and the recorder write."""
-    hint = "the file was edited or is foreign; run again"
-    fault = None if recording.run is None else shape_fault(recording.run, FACTS_SHAPE)
-    if fault is not None:
-        raise InvalidRunError(fault, where=recording.path / RUN_FILE, hint=hint)
+    if recording.run is not None:
+        require_shape(recording.run, FACTS_SHAPE, recording.path / RUN_FILE)
     for (role, rank), state in recording.writer_states.items():
-        fault = None if state is None else shape_fault(state, STATE_SHAPE)
-        if fault is not None:
-            raise InvalidRunError(fault, where=recording.path / state_file(role, rank), hint=hint)
+        if state is not None:
+            require_shape(state, STATE_SHAPE, recording.path / state_file(role, rank))
 
 
 def _pins(

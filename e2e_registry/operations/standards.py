@@ -28,8 +28,13 @@ def display_path(path: Path, settings: Settings) -> str:
 
 def standard_paths(registration: Registration, settings: Settings) -> dict[str, Path]:
     """Return the existing standards of a test by platform slug, sorted."""
-    prefix, suffix = f"{registration.stem}.", ".parquet"
-    files = sorted(settings.standards_dir.glob(f"{glob.escape(prefix)}*{suffix}"))
+    return paths_by_platform(settings.standards_dir, registration.stem)
+
+
+def paths_by_platform(folder: Path, name: str) -> dict[str, Path]:
+    """Return the standards of a name in a folder by platform slug, sorted."""
+    prefix, suffix = f"{name}.", ".parquet"
+    files = sorted(folder.glob(f"{glob.escape(prefix)}*{suffix}"))
     return {file.name[len(prefix) : -len(suffix)]: file for file in files}
 
 

@@ -18,6 +18,7 @@ from e2e_registry.recording.columns import Segment
 from e2e_registry.recording.layout import METRICS_FILE, PLAIN_FILE, RUN_FILE, STATE_FILE
 from e2e_registry.recording.logs import WriterLog, is_header, read_plain_log, read_recorder_log
 from e2e_registry.series import SeriesBatch, SeriesKey
+from e2e_registry.storage import parse_json
 
 if TYPE_CHECKING:
     from e2e_registry.series import Int64Array
@@ -210,12 +211,10 @@ def _read_states(
     """Read the states that writers left behind, and say why one is unknown."""
     states: dict[Writer, dict[str, Any] | None] = {(log.role, log.rank): None for log in logs}
     unknown = dict.fromkeys(states, "it left no state file")
-    for file in sorted(path.iterdir()):
-        match = STATE_FILE.fullmatch(file.name)
-        state = _read_object(file) if match else None
-        if match is None or state is None:
+    for writer, file in state_files(path):
+        state = read_state_file(file)
+        if state is None:
             continue
-        writer = (match["role"], int(match["rank"]))
         if state.keys() == {"error"}:
             states[writer], unknown[writer] = None, f"reading it failed: {state['error']}"
         else:
@@ -224,13 +223,30 @@ def _read_states(
     return states, unknown
 
 
+def state_files(path: Path) -> Iterator[tuple[Writer, Path]]:
+    """Yield the state files of a run directory, by name, with the writers that left them."""
+    for file in sorted(path.iterdir()):
+        match = STATE_FILE.fullmatch(file.name)
+        if match is not None:
+            yield (match["role"], int(match["rank"])), file
+
+
+def read_state_file(file: Path) -> dict[str, Any] | None:
+    """Return the determinism state that a writer left, ``{"error": ...}`` if it could not read it; None if it is gone.
+
+    Raises:
+        InvalidRunError: The file holds no JSON object.
+    """
+    return _read_object(file)
+
+
 def _read_object(path: Path) -> dict[str, Any] | None:
     """Read a file that holds one JSON object; None if there is no such file."""
     try:
-        data = json.loads(path.read_bytes())
+        data = parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InvalidRunError(f"the file is not JSON: {error}", where=path) from None
     if not isinstance(data, dict):
         raise InvalidRunError("the file is not a JSON object", where=path)

@@ -88,7 +88,9 @@ def make_console(*, stderr: bool = False) -> Console:
     # does not mean the results.
     stream = sys.stderr if stderr else sys.stdout
     console = _Console(file=stream, highlight=False, emoji=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+    columns = os.environ.get("COLUMNS", "")
+    is_stated = columns.isdecimal() and int(columns) > 0
+    if not is_stated and not (console.is_terminal and console.width):
         console.width = LOG_WIDTH
     return console
 

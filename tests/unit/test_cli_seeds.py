@@ -134,6 +134,7 @@ def test_seeds_are_refused_before_anything_runs(accuracy: Repository) -> None:
         ("--test", TEST, "--seeds", "4-1"),
         ("--test", TEST, "--seeds", "0-99999"),
         ("--test", TEST, "--seeds", "a"),
+        ("--test", TEST, "--seeds", "9" * 5000),
         ("--", sys.executable, "scripts/recipe.py"),
         (),
     ):

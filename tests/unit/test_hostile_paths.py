@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +84,16 @@ def test_a_setting_that_names_an_unusable_path_is_named(repository: Repository, 
         assert result.code in (0, 3) or "circle" in result.out + result.err, result.out + result.err
         if command[0] == "check":
             assert result.code == {"standards_folder": 3, "run_folder": 6, "test_folders": 2}[setting]
+
+
+def test_a_folder_that_is_gone_is_named(repository: Repository) -> None:
+    folder = repository.root / "gone"
+    folder.mkdir()
+    done = subprocess.run(
+        ["sh", "-c", f"cd {folder} && rmdir {folder} && exec {sys.executable} -m e2e_registry list"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "the current folder cannot be used" in done.stderr) == (6, True), done.stderr

@@ -116,6 +116,19 @@ def make_tests(template: Registration, times: list[float]) -> list[Registration]
     return [replace(template, test_id=f"tests/e2e/test_{n:03}.py", est_time=t) for n, t in enumerate(times)]
 
 
+def test_more_machines_than_tests_cost_nothing(labelled: Repository) -> None:
+    everything = listed(labelled)
+    for count in (len(everything) + 1, 10**12):
+        parts = [listed(labelled, "--partition", f"{index}/{count}") for index in range(1, len(everything) + 1)]
+        assert parts == [
+            listed(labelled, "--partition", f"{index}/{len(everything)}") for index in range(1, len(everything) + 1)
+        ]
+        assert labelled.cli("list", "--partition", f"{count}/{count}").code == 5
+    for text in ("1/" + "9" * 5000, "9" * 5000 + "/1", f"1/{10**18}"):
+        refused = labelled.cli("check", "--all", "--partition", text)
+        assert (refused.code, "is no partition" in refused.err, len(refused.err) < 300) == (2, True, True)
+
+
 def check_partitions(tests: list[Registration], count: int) -> None:
     parts = partition(tests, count)
     assert len(parts) == count

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from repositories import Repository
@@ -75,3 +76,29 @@ def test_an_answer_that_cannot_be_printed_is_no_success(repository: Repository, 
         code, _, err = shell(repository, f"$E2E {command} {lost}")
         assert (code, err) == (6, f"error: standard output: cannot write: {why}\n")
     assert shell(repository, f"$E2E {command} | true")[0] == 0
+
+
+def test_a_repository_may_lie_in_a_path_that_is_no_unicode(repository: Repository, tmp_path: Path) -> None:
+    """As every path with an umlaut is under the locale C."""
+    root = tmp_path / os.fsdecode(b"caf\xe9")
+    repository.root.rename(root)
+    repository.root = root
+    for command in ("record --all", "check --all", "list", f"show {TEST}", f"show {repository.standard}"):
+        result = repository.command(*command.split())
+        assert result.code == 0, result.err
+    repository.write_recipe("SCALE = 2.0")
+    for command in ("check --all", "check --all --json", f"compare {repository.runs[-1]} --test {TEST}"):
+        result = repository.command(*command.split())
+        assert result.code == (0 if command.startswith("compare") else 1), result.err
+    for command in ("record --all", "check --all", "lint --json", "merge .e2e_runs"):
+        result = repository.command(*command.split())
+        assert result.code == 0, (command, result.err)
+    # An artifact is one of CI's, where no path is like this.
+    assert repository.command("accept", ".e2e_runs", "--yes").code == 6
+    assert repository.command("doctor", repository.runs[-1]).code == 0
+
+
+@pytest.mark.parametrize("columns", ["0", "-5", "x", ""])
+def test_a_width_that_is_none_hides_nothing(repository: Repository, columns: str) -> None:
+    code, out, err = shell(repository, "$E2E list", COLUMNS=columns)
+    assert (code, TEST in out) == (0, True), err
