@@ -54,29 +54,18 @@ def environment_of_nodes() -> Iterator[None]:
 
 
 @pytest.fixture
-def head() -> Iterator[Any]:
-    """A cluster of a head that runs no test. Each test has its own, since tests end nodes."""
+def cluster() -> Iterator[Any]:
+    """Two nodes of one core each, and a head that runs no test. Each test has its own, since tests end nodes."""
     from ray.cluster_utils import Cluster
 
     with environment_of_nodes():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         cluster.names_of_variables = frozenset(os.environ)
-    yield cluster
-    cluster.shutdown()
-
-
-def add_two_nodes(cluster: Any) -> None:
-    with environment_of_nodes():
         cluster.add_node(num_cpus=1)
         cluster.add_node(num_cpus=1)
         cluster.wait_for_nodes()
-
-
-@pytest.fixture
-def cluster(head: Any) -> Any:
-    """Two nodes of one core each, and a head that runs no test."""
-    add_two_nodes(head)
-    return head
+    yield cluster
+    cluster.shutdown()
 
 
 class Check:
@@ -254,7 +243,7 @@ def workers_titled(title: str, cluster: Any) -> list[int]:
 
 
 def test_no_more_tests_run_than_there_are_cores_for_while_the_driver_is_slow(
-    repository: Repository, head: Any, tmp_path: Path
+    repository: Repository, cluster: Any, tmp_path: Path
 ) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
@@ -269,18 +258,15 @@ def test_no_more_tests_run_than_there_are_cores_for_while_the_driver_is_slow(
         repository.write_test(name, timeout=600)
     boards: list[int] = []
     try:
-        with checking(repository, "--ray", head.address) as check:
-            # There is no core yet, so the board is stopped before any task begins. Those that then begin ask the board,
-            # which does not answer: they wait, and must keep their cores.
-            check.wait_for(lambda: workers_titled("ray::Board", head))
-            boards = workers_titled("ray::Board", head)
+        with checking(repository, "--ray", cluster.address) as check:
+            # Tasks that have begun ask the board, which does not answer: so they wait, and must keep their cores.
+            check.wait_for(lambda: workers_titled("ray::Board", cluster))
+            boards = workers_titled("ray::Board", cluster)
             for pid in boards:
                 os.kill(pid, signal.SIGSTOP)
-            add_two_nodes(head)
-            check.wait_for(lambda: len(workers_titled("ray::tests/e2e/", head)) >= 2)
+            check.wait_for(lambda: len(workers_titled("ray::tests/e2e/", cluster)) >= 2)
             time.sleep(5)
-            assert len(workers_titled("ray::tests/e2e/", head)) == 2
-            assert not list(marks.iterdir())
+            assert len(workers_titled("ray::tests/e2e/", cluster)) == 2
             for pid in boards:
                 os.kill(pid, signal.SIGCONT)
             check.wait_for(lambda: len(list(marks.iterdir())) >= 2)
