@@ -242,6 +242,24 @@ def workers_titled(title: str, cluster: Any) -> list[int]:
     return pids
 
 
+#: Takes the two cores of the cluster, says so, and frees them when a file is there.
+HOLD_BOTH_CORES = """
+import pathlib, sys, time, ray
+ray.init(sys.argv[1], log_to_driver=False)
+@ray.remote(num_cpus=1)
+def hold(path, mark):
+    pathlib.Path(mark).touch()
+    while not pathlib.Path(path).exists():
+        time.sleep(0.05)
+marks = [pathlib.Path(f"{sys.argv[2]}.{number}") for number in range(2)]
+held = [hold.remote(sys.argv[2], str(mark)) for mark in marks]
+while not all(mark.exists() for mark in marks):
+    time.sleep(0.05)
+print("held", flush=True)
+ray.get(held)
+"""
+
+
 def test_no_more_tests_run_than_there_are_cores_for_while_the_driver_is_slow(
     repository: Repository, cluster: Any, tmp_path: Path
 ) -> None:
@@ -256,17 +274,25 @@ def test_no_more_tests_run_than_there_are_cores_for_while_the_driver_is_slow(
     names = [f"test_{letter}" for letter in "abcdef"]
     for name in names:
         repository.write_test(name, timeout=600)
+    command = [sys.executable, "-c", HOLD_BOTH_CORES, cluster.address, str(tmp_path / "free")]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert "held\n" in iter(holder.stdout.readline, "")
     boards: list[int] = []
     try:
         with checking(repository, "--ray", cluster.address) as check:
-            # Tasks that have begun ask the board, which does not answer: so they wait, and must keep their cores.
+            # No core is free yet, so the board is stopped before any task begins. Those that then begin ask the board,
+            # which does not answer: they wait, and must keep their cores.
             check.wait_for(lambda: workers_titled("ray::Board", cluster))
             boards = workers_titled("ray::Board", cluster)
             for pid in boards:
                 os.kill(pid, signal.SIGSTOP)
+            assert not workers_titled("ray::tests/e2e/", cluster)
+            (tmp_path / "free").touch()
             check.wait_for(lambda: len(workers_titled("ray::tests/e2e/", cluster)) >= 2)
             time.sleep(5)
             assert len(workers_titled("ray::tests/e2e/", cluster)) == 2
+            assert not list(marks.iterdir())
             for pid in boards:
                 os.kill(pid, signal.SIGCONT)
             check.wait_for(lambda: len(list(marks.iterdir())) >= 2)
@@ -278,6 +304,8 @@ def test_no_more_tests_run_than_there_are_cores_for_while_the_driver_is_slow(
         for pid in boards:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+        holder.kill()
+        holder.wait()
     assert code == 4, err  # the recipe logs nothing
     assert len(list(marks.iterdir())) == len(names)
 
