@@ -31,7 +31,8 @@ def code(value: object, limit: int = LONGEST_CELL) -> str:
 def _literal(character: str) -> str:
     if character.isascii() and (character.isalnum() or character in " ,="):
         return character
-    if character in "\t\r\n" or unicodedata.category(character)[0] == "C":  # control, direction, surrogate
+    category = unicodedata.category(character)
+    if category[0] == "C" or category in ("Zl", "Zp"):  # control, direction, surrogate; ends of a line or paragraph
         return "".join(_literal(c) for c in character.encode("unicode_escape", "backslashreplace").decode("ascii"))
     return f"&#{ord(character)};" if character.isascii() else character
 

@@ -25,9 +25,9 @@ def test_devices_are_those_before_the_first_that_cuda_would_not_take(named: str,
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": named}) == expected
 
 
-def test_without_the_variable_they_are_the_machine_s_in_the_order_of_their_numbers(
+def test_without_the_variable_they_are_counted_from_zero_as_cuda_counts_what_it_sees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = [Path("/dev", name) for name in ("nvidia10", "nvidia2", "nvidia0", "nvidia1-caps")]
     monkeypatch.setattr(Path, "glob", lambda *_: iter(found))
-    assert visible_gpus({}) == ("0", "2", "10")
+    assert visible_gpus({}) == ("0", "1", "2")

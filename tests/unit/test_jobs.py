@@ -113,10 +113,10 @@ class Silent:
 
 
 def test_what_a_machine_has_is_counted_once(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([(), ("0",), ("0",), ("0",)])  # a device file that appears when a driver is first asked
-    monkeypatch.setattr("e2e_registry.operations.machines.visible_gpus", lambda: next(counts))
     repository.write_test("test_gpu", num_gpus=1, profile="cuda")
     repository.record()
+    counts = iter([(), ("0",), ("0",), ("0",)])  # a device file that appears when a driver is first asked
+    monkeypatch.setattr("e2e_registry.operations.machines.visible_gpus", lambda: next(counts))
     result = repository.cli("check", "--all")
     assert result.code == 0, result.err
     document = read_results(repository)

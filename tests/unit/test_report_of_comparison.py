@@ -21,12 +21,13 @@ def as_run(path: Path, points: Sequence[tuple[int, str, float]]) -> Path:
 
 
 def test_many_failing_series_are_cut_with_a_word(repository: Repository, tmp_path: Path) -> None:
-    names = [f"m{number:02}" for number in range(15)]
+    names = [f"m{number:02}" for number in range(20)]
     want = as_run(tmp_path / "want.jsonl", [(0, name, 1.0) for name in names])
     got = as_run(tmp_path / "got.jsonl", [(0, name, 2.0) for name in names])
     cut = repository.cli("compare", got, "--against", want).out
-    assert [name for name in names if f"  {name} " in cut] == names[:12]
-    assert "… and 3 more failing series: --all-metrics shows them" in cut
+    assert [name for name in names if f"  {name} " in cut] == names[:15]
+    assert "the largest of the 8 failing series that come later:" in cut
+    assert "… and 5 more failing series, none larger: --all-metrics shows them" in cut
     whole = repository.cli("compare", got, "--against", want, "--all-metrics").out
     assert [name for name in names if f"  {name} " in whole] == names
     assert "more failing series" not in whole
