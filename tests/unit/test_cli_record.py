@@ -447,7 +447,7 @@ def test_random_kills_inside_the_write_of_a_large_standard(tmp_path: Path) -> No
     path.unlink()
     digests = set()
     interrupted = 0
-    for number in range(50):
+    for number in range(30):
         pid = writer(number)
         time.sleep(rng.uniform(0.05, 0.05 + 5 * write_s))
         os.kill(pid, signal.SIGKILL)
@@ -466,4 +466,4 @@ def test_random_kills_inside_the_write_of_a_large_standard(tmp_path: Path) -> No
     zygote.kill()
     zygote.wait()
     assert len(digests) == 2
-    assert interrupted >= 20, "most kills fell inside a write"
+    assert interrupted >= 12, "most kills fell inside a write"

@@ -89,7 +89,7 @@ def run(args: ScriptArgs) -> None:
     print("torch in the driver:", "torch" in sys.modules)
 
 from e2e_registry.recipes import actor_group
-actor_group.GRACE_S = 15.0  # where the machine is loaded, the other actor takes longer to say that its peer is gone
+actor_group.GRACE_S = 8.0  # where the machine is loaded, the other actor takes longer to say that its peer is gone
 command_line(run, ScriptArgs)()
 """
 
