@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from e2e_registry.comparison import Assessment, TestVerdict, check_invariants, compare
 from e2e_registry.comparison.assessment import Repeat, RepeatLabel
@@ -190,7 +191,8 @@ def assess(registration: Registration, run: ObservedRun, settings: Settings) -> 
         RegistrationError: A tolerance does not fit what was recorded.
         StandardError: A standard cannot be read.
     """
-    verdict, reasons = _verdict_without_comparison(registration, run, standard_paths(registration, settings))
+    paths = standard_paths(registration, settings)
+    verdict, reasons = _verdict_without_comparison(registration, run, paths)
     has_ended_well = run.fault is None
     if has_ended_well:
         check_policies_fit(registration, run)
@@ -205,8 +207,8 @@ def assess(registration: Registration, run: ObservedRun, settings: Settings) -> 
         node=run.node,
         attempts=run.attempts,
     )
-    assessment = _compared(registration, run, settings, assessment, verdict)
-    return _conclude(registration, run, settings, assessment, verdict, reasons)
+    assessment = _compared(registration, run, settings, assessment, verdict, paths)
+    return _conclude(registration, run, settings, assessment, verdict, reasons, paths)
 
 
 def _weaker_policies(registration: Registration, standard: Standard) -> Iterator[str]:
@@ -241,13 +243,13 @@ def _compared(
     settings: Settings,
     assessment: Assessment,
     verdict: TestVerdict | None,
+    paths: Mapping[str, Path],
 ) -> Assessment:
     """Compare a run with the standard of its platform, or for information with the nearest.
 
     A comparison that decides nothing may fail, too, and replaces no verdict then. But a standard that cannot be read is
     an error while it is open whether there is one.
     """
-    paths = standard_paths(registration, settings)
     near = run.platform if run.platform in paths else nearest_platform(run.platform, paths)
     if near is None or run.recording is None or not run.recording.has_series:
         return assessment
@@ -278,6 +280,7 @@ def _conclude(
     assessment: Assessment,
     verdict: TestVerdict | None,
     reasons: list[str],
+    paths: Mapping[str, Path],
 ) -> Assessment:
     """Choose the verdict, and add what helps with it."""
     comparison, is_judged = assessment.comparison, verdict is None
@@ -288,9 +291,9 @@ def _conclude(
         reasons = [*reasons, *(fault for fault in faults if fault not in shown)]
     elif verdict is None and comparison is not None:
         verdict = TestVerdict.of(comparison.verdict)
-    elif verdict is TestVerdict.NO_STANDARD and (platforms := ", ".join(standard_paths(registration, settings))):
+    elif verdict is TestVerdict.NO_STANDARD and paths:
         verdict = TestVerdict.INCOMPARABLE
-        reasons = [*reasons, f"no standard for {run.platform}; there is one for {platforms}"]
+        reasons = [*reasons, f"no standard for {run.platform}; there is one for {', '.join(paths)}"]
     verdict = verdict or TestVerdict.NO_STANDARD
     is_elsewhere = run.platform_fault is None and not registration.requires_verdict(run.platform)
     if run.fault is None and is_elsewhere:

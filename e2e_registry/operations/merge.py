@@ -27,6 +27,7 @@ from e2e_registry.operations.plan import Plan
 from e2e_registry.operations.results import RESULTS_FILE, RESULTS_FORMAT
 from e2e_registry.operations.running import UNKNOWN_PLATFORM
 from e2e_registry.registration import Registration, discover
+from e2e_registry.reports.values import listed
 from e2e_registry.storage import read_json_object
 
 #: Beside ``results.json``: which job of which attempt wrote it, for which platform it was planned, and what its
@@ -179,8 +180,7 @@ def _implied_codes(tests: Sequence[Mapping[str, Any]]) -> set[int]:
 
 
 def _listed(tests: Sequence[str]) -> str:
-    more = f" and {len(tests) - _MAX_TESTS} more" if len(tests) > _MAX_TESTS else ""
-    return ", ".join(f"{test:.{_MAX_NAMES}}" for test in tests[:_MAX_TESTS]) + more
+    return listed([f"{test:.{_MAX_NAMES}}" for test in tests], _MAX_TESTS)
 
 
 def _check_test(test: object, where: str) -> None:

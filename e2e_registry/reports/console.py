@@ -198,10 +198,6 @@ def _repeat_text(repeat: Repeat) -> str:
     return f"{repeat.label.value}: {repeat.reason} ({', '.join(repeat.run_paths)})"
 
 
-def _series_count(count: int) -> str:
-    return count_text(count, "series", "series")
-
-
 def _break_text(broken: InvariantBreak) -> str:
     what = "is not finite" if broken.what == "finite" else f"breaks the invariant {broken.invariant}"
     return (

@@ -1,6 +1,7 @@
 """What every test stands on: nothing of the host, one profile of Hypothesis, shared fixtures."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from host import NEEDED_LATER  # before whatever loads a library that reads the host's variables
@@ -28,3 +29,12 @@ def _nothing_that_only_this_process_needs(monkeypatch: pytest.MonkeyPatch, reque
         names |= NEEDED_LATER
     for name in names:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of one, for recipes whose actors are in this process."""
+    from local_actors import process_group  # brings torch, which most tests do without
+
+    with process_group(tmp_path_factory.mktemp("store")):
+        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,6 @@ from local_actors import (
     compare_runs,
     load_script,
     other_options,
-    process_group,
     shift_groups,
     skip_an_optimizer_step,
     skip_the_second_sync,
@@ -31,6 +29,8 @@ from e2e_registry.errors import UsageError
 from e2e_registry.recipes import diffusion_nft, digits_policy
 from e2e_registry.recipes.diffusion_nft_config import DiffusionNftConfig
 from e2e_registry.recipes.nft_objective import nft_loss, optimality_probability
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 SMALL = {"num_rollout": 3, "prompts": 4, "group_size": 4, "denoise_steps": 3, "warm_up_steps": 3, "train_ranks": 1}
 
@@ -150,12 +150,6 @@ def test_the_old_policys_decay_grows_to_its_limit() -> None:
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(tmp_path_factory.mktemp("store")):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,6 @@ from local_actors import (
     compare_runs,
     load_script,
     other_options,
-    process_group,
     shift_groups,
     skip_an_optimizer_step,
     skip_the_second_sync,
@@ -28,14 +27,10 @@ from local_actors import (
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes import digits_policy, flow_grpo
 
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "run_flow_grpo_digits.py"
 SMALL = {"num_rollout": 2, "prompts": 4, "group_size": 4, "denoise_steps": 3, "warm_up_steps": 3, "train_ranks": 1}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(tmp_path_factory.mktemp("store")):
-        yield
 
 
 @pytest.fixture(scope="module")

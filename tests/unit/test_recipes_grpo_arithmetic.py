@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import local_actors
 import pytest
 import torch
 from hypothesis import given
@@ -48,6 +46,8 @@ from e2e_registry.recipes.token_objective import entropy, k3_divergence, token_s
 from e2e_registry.recording import read_run
 from e2e_registry.registration import read_registration
 from e2e_registry.series import decode_values
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 TEST = Path(__file__).resolve().parents[1] / "e2e/short/test_grpo_arithmetic_2xCPU.py"
 PAD, END = CharacterTokenizer.PAD, CharacterTokenizer.END
@@ -160,12 +160,6 @@ def test_asymmetric_clipping_by_hand() -> None:
 
 
 # --- The model ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with local_actors.process_group(tmp_path_factory.mktemp("store")):
-        yield
 
 
 @pytest.fixture(scope="module")
