@@ -44,6 +44,11 @@ LOG_FILE = "output.log"
 #: Drawn for each launch, so that processes whose supervisor and guard were both killed can still be told from others.
 LAUNCH_ID_VARIABLE = "E2E_REGISTRY_LAUNCH_ID"
 
+#: How long the main thread sleeps in one call at most while it waits for a test. A signal interrupts that call only in
+#: the thread that the kernel hands it to, often one that is just starting a process; Python's handlers run in the main
+#: thread alone, which would not learn of a Ctrl-C before the test has ended.
+SIGNAL_LATENCY_S = 0.5
+
 _LOG_LIMIT_MIN = 4096
 _LAUNCHER_KEYS = frozenset({"format", "command", "cwd", "outcome", "started_ns", "ended_ns"})
 
@@ -427,7 +432,7 @@ class _SupervisedRun:
             poll.register(self._lines, select.POLLIN)
         is_open = True
         while is_open or self._lines is not None:
-            for descriptor, _ in poll.poll():
+            for descriptor, _ in _poll(poll):
                 if descriptor == self._lines and splitter is not None:
                     if not splitter.feed(os.read(descriptor, 1 << 20)):
                         poll.unregister(descriptor)
@@ -458,7 +463,10 @@ class _SupervisedRun:
         self._answer = {"detail": "its processes were still being ended when the launcher left"}
 
     def _hear(self) -> bool:
-        """Take what the supervisor says; return False once it and its guard have ended."""
+        """Wait for what the supervisor says and take it; return False once it and its guard have ended."""
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        _poll(poll)
         try:
             part = self._channel.recv(1 << 16)
         except ConnectionResetError:  # killed before it had read the whole order
@@ -513,6 +521,13 @@ class _SupervisedRun:
             log_dropped=answer.get("log_dropped", 0),
             log_error=answer.get("log_error"),
         )
+
+
+def _poll(poll: select.poll) -> list[tuple[int, int]]:
+    """Wait for an event; signals are handled meanwhile, whichever thread got them."""
+    while not (events := poll.poll(SIGNAL_LATENCY_S * 1000)):
+        pass
+    return events
 
 
 def _size(path: Path) -> int:

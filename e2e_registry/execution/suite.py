@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -11,7 +12,7 @@ from typing import Generic, TypeVar
 
 from e2e_registry.errors import RegistryError
 from e2e_registry.execution.capacity import Capacity, Lease
-from e2e_registry.execution.launcher import Cancellation
+from e2e_registry.execution.launcher import SIGNAL_LATENCY_S, Cancellation
 
 T = TypeVar("T", bound=Hashable)
 R = TypeVar("R")
@@ -146,7 +147,8 @@ class Schedule(Generic[T, R]):
 
     def _wait(self) -> _End[T, R]:
         while not self._ended:
-            self._wake.get()
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=SIGNAL_LATENCY_S)
         return self._ended[0]
 
     def _forget(self, end: _End[T, R]) -> None:
