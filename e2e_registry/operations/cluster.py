@@ -219,7 +219,8 @@ def run_on_node(
     try:
         return _run_here(order, attempt, on_line, cancellation)
     except OSError as error:  # of one node, and not of the check
-        raise StorageError(f"node {attempt.node} cannot run the test: {error}", where=error.filename) from error
+        where = error.filename or "the working tree that Ray unpacked there"  # no name: the current folder is gone
+        raise StorageError(f"node {attempt.node} cannot run the test: {error}", where=where) from error
 
 
 def _run_here(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any, ClassVar
@@ -175,7 +176,7 @@ def test_what_a_test_asks_for_one_node_has(repository: Repository, node: Path, m
         assert reason in repository.cli("check", "--all", "--ray", "any").out
 
 
-@pytest.mark.parametrize("fault", ["no room", "a folder in place of a link"])
+@pytest.mark.parametrize("fault", ["no room", "a folder in place of a link", "the tree is gone"])
 def test_what_a_node_cannot_write_is_the_error_of_one_test(
     repository: Repository, node: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
@@ -186,6 +187,14 @@ def test_what_a_node_cannot_write_is_the_error_of_one_test(
             raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
 
         monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    elif fault == "the tree is gone":
+        on_node = cluster.run_on_node
+
+        def clear_away(*given: Any) -> Any:
+            shutil.rmtree(node)
+            return on_node(*given)
+
+        monkeypatch.setattr(cluster, "run_on_node", clear_away)
     else:
         (node / "link").mkdir(parents=True)
     result = repository.cli("check", "--all", "--ray", "any", "--json")
@@ -193,6 +202,7 @@ def test_what_a_node_cannot_write_is_the_error_of_one_test(
     (test,) = result.json["tests"]
     assert test["verdict"] == "error"
     assert "node 10.0.0.7 cannot run the test: " in test["error"]
+    assert fault != "the tree is gone" or test["error"].startswith("the working tree that Ray unpacked there: ")
 
 
 def test_a_run_comes_back_whole_but_for_what_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

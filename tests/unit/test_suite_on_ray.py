@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -53,6 +54,17 @@ def environment_of_nodes() -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+_NUMBERS = itertools.count()
+
+
+def add_node(cluster: Any, *, num_cpus: int) -> Any:
+    """Add a node with a folder of its own for what is sent to it.
+
+    Nodes of one machine share one otherwise, and each clears away what another has just unpacked and runs a test in.
+    """
+    return cluster.add_node(num_cpus=num_cpus, runtime_env_dir_name=f"runtime_resources_{next(_NUMBERS)}")
+
+
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """Two nodes of one core each, and a head that runs no test. Each test has its own, since tests end nodes."""
@@ -61,8 +73,8 @@ def cluster() -> Iterator[Any]:
     with environment_of_nodes():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         cluster.names_of_variables = frozenset(os.environ)
-        cluster.add_node(num_cpus=1)
-        cluster.add_node(num_cpus=1)
+        add_node(cluster, num_cpus=1)
+        add_node(cluster, num_cpus=1)
         cluster.wait_for_nodes()
     yield cluster
     cluster.shutdown()
@@ -219,7 +231,7 @@ def test_a_lost_node_costs_a_second_attempt_and_no_verdict(
             (marks / "go").touch()
             code, out, err = check.ends()
     finally:
-        cluster.add_node(num_cpus=1)
+        add_node(cluster, num_cpus=1)
     assert code == 0, err
     results = json.loads(out)
     assert [test["verdict"] for test in results["tests"]] == ["match"] * len(names)
@@ -382,7 +394,7 @@ def test_after_a_failure_what_is_in_the_queue_does_not_start(
 def test_a_test_that_fits_no_node_any_more_says_so_and_runs_once_one_has_come(
     repository: Repository, cluster: Any, tmp_path: Path
 ) -> None:
-    large = cluster.add_node(num_cpus=2)
+    large = add_node(cluster, num_cpus=2)
     assert large.node_id != node_of_drivers(cluster)
     go, begun = tmp_path / "go", tmp_path / "begun"
     repository.record()
@@ -395,7 +407,7 @@ def test_a_test_that_fits_no_node_any_more_says_so_and_runs_once_one_has_come(
         cluster.remove_node(large, allow_graceful=False)
         check.wait_for(lambda: "waiting for a node: none that is left in the cluster has 2 CPU(s)" in check.err, 60)
         go.touch()
-        cluster.add_node(num_cpus=2)
+        add_node(cluster, num_cpus=2)
         code, out, err = check.ends()
     assert code == 0, err
     assert "this is attempt 2" in out
