@@ -312,17 +312,21 @@ def test_show_and_list(repository: Repository) -> None:
 
 # ------------------------------------------------------------------------------------------------ kills
 
-# Runs the command line, and kills the process before or after the n-th write, fsync or rename that concerns the
-# standards folder; prints the number of such events if it survives.
+# Runs the command line. Before and after each write, fsync or rename that concerns the standards folder it copies that
+# folder, and at the n-th of these events it kills its process; it prints their number if it survives.
 KILLER = """
-import io, os, signal, sys
-folder, at = sys.argv[1], int(sys.argv[2])
+import io, os, shutil, signal, sys
+folder, copies, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 events = 0
+real_open = io.open
 
 def event():
     global events
     if events == at:
         os.kill(os.getpid(), signal.SIGKILL)
+    io.open = real_open
+    shutil.copytree(folder, f"{copies}/{events:03}")
+    io.open = open_
     events += 1
 
 def wrapped(function, concerns):
@@ -342,8 +346,6 @@ class Watched(io.FileIO):
         event()
         return written
 
-real_open = io.open
-
 def open_(file, mode="r", *args, **kwargs):
     if str(file).startswith(folder) and "w" in mode:
         return Watched(file, mode)
@@ -355,41 +357,49 @@ target = lambda fd: os.readlink(f"/proc/self/fd/{fd}").startswith(folder)
 os.fsync = wrapped(os.fsync, target)
 os.replace = wrapped(os.replace, lambda source, target: str(target).startswith(folder))
 from e2e_registry.cli.app import main
-code = main(sys.argv[3:])
+code = main(sys.argv[4:])
 print(events)
 sys.exit(code)
 """
 
 
-def killed_record(repository: Repository, at: int) -> subprocess.CompletedProcess[str]:
-    arguments = [str(repository.standards), str(at), "record", "--test", TEST, "--runs", "1"]
-    command = [sys.executable, "-c", KILLER, *arguments]
-    return subprocess.run(command, cwd=repository.root, capture_output=True, text=True, check=False)
+def test_a_kill_at_any_write_fsync_or_rename_leaves_a_whole_standard(repository: Repository, tmp_path: Path) -> None:
+    """What a killed process has written stays, and no more comes: its folder is the copy made at that event."""
 
+    def record_and_kill(at: int, copies: Path) -> subprocess.CompletedProcess[str]:
+        copies.mkdir()
+        arguments = [str(repository.standards), str(copies), str(at), "record", "--test", TEST, "--runs", "1"]
+        command = [sys.executable, "-c", KILLER, *arguments]
+        return subprocess.run(command, cwd=repository.root, capture_output=True, text=True, check=False)
 
-def test_a_kill_at_any_write_fsync_or_rename_leaves_a_whole_standard(repository: Repository) -> None:
     repository.record()
-    old = repository.standard.read_bytes()
+    name, old = repository.standard.name, repository.standard.read_bytes()
     old_digest = Standard(repository.standard).metadata.content_digest
     repository.write_recipe("SCALE = 2.0")
-    survived = killed_record(repository, -1)
+    survived = record_and_kill(-1, tmp_path / "copies")
     assert survived.returncode == 0, survived.stderr
     new_digest = Standard(repository.standard).metadata.content_digest
     assert new_digest != old_digest
-    events = int(survived.stdout.split()[-1])
-    assert events >= 8, "opens, writes, two fsyncs and a rename, each before and after"
-    found = {"old": 0, "new": 0}
-    for at in range(events):
-        repository.standard.write_bytes(old)
-        killed = killed_record(repository, at)
-        assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
-        assert [path.name for path in repository.standards.glob("*.parquet")] == [repository.standard.name]
-        standard = Standard(repository.standard)
+
+    def digest_in(folder: Path) -> str:
+        """Return what the one standard of a folder holds, which is whole."""
+        assert [path.name for path in folder.glob("*.parquet")] == [name]
+        standard = Standard(folder / name)
         list(standard.batches())  # verifies the rows
-        found["old" if standard.metadata.content_digest == old_digest else "new"] += 1
-        assert standard.metadata.content_digest in (old_digest, new_digest)
-        assert standard.metadata.content_digest == new_digest or repository.standard.read_bytes() == old
-    assert found["old"] > found["new"] > 0
+        assert standard.metadata.content_digest != old_digest or (folder / name).read_bytes() == old
+        return standard.metadata.content_digest
+
+    found = [digest_in(copy) for copy in sorted((tmp_path / "copies").iterdir())]
+    assert len(found) == int(survived.stdout.split()[-1])
+    assert len(found) >= 8, "opens, writes, two fsyncs and a rename, each before and after"
+    num_old = found.count(old_digest)
+    assert found == [old_digest] * num_old + [new_digest] * (len(found) - num_old)
+    assert num_old > len(found) - num_old > 0
+    for at in (0, num_old - 1, num_old, len(found) - 1):  # the middle two are before and after the rename
+        repository.standard.write_bytes(old)
+        killed = record_and_kill(at, tmp_path / f"killed at {at}")
+        assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+        assert digest_in(repository.standards) == found[at]
     assert repository.cli("list", "--json").json["tests"][0]["standards"] == ["cpu-x86_64-portable"]
     record(repository)
     assert os.listdir(repository.standards) == [repository.standard.name], "abandoned temporaries are removed"

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import local_actors
 import numpy as np
 import pytest
 import torch
@@ -311,21 +312,36 @@ def test_two_sharded_ranks_train_as_one_unsharded_process_does(run: Run, dataset
     assert values(run(), "eval/loss", 0) == pytest.approx([held_out], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_planted_faults_show_first_where_they_act(run: Run, registration: Registration, tmp_path: Path) -> None:
-    def fault(*args: str) -> tuple[str, int] | None:
-        return first_failing(run(*args), run(), registration)
+@pytest.fixture
+def patched(register: None) -> Iterator[None]:
+    with patch_flash_kernels(()):
+        yield
 
+
+@pytest.mark.usefixtures("group_of_one", "patched")
+def test_planted_faults_show_first_where_they_act(registration: Registration, tmp_path: Path) -> None:
+    script = local_actors.load_script("run_sft_digits")
+
+    def train(name: str, **options: Any) -> Path:
+        small = {"epochs": 1, "train_images": 260, "train_ranks": 1, "cache_dir": tmp_path / name / "latents"}
+        return local_actors.run(script, tmp_path / name, **{**small, **options})
+
+    baseline = train("baseline")
+
+    def fault(name: str, **options: Any) -> tuple[str, int] | None:
+        return first_failing(train(name, **options), baseline, registration)
+
+    assert fault("none") is None
     # Step 0 is computed from equal weights. Of one call's metrics the first by name is named.
-    assert fault("--lr", "0.002002") == ("train/grad_norm", 1)
-    assert fault("--train-images", "259") == ("data/sample_ids", 0)
-    assert fault("--seed", "1") == ("data/sample_ids", 0)
+    assert fault("a larger step", lr=0.002002) == ("train/grad_norm", 1)
+    assert fault("one image less", train_images=259) == ("data/sample_ids", 0)
+    assert fault("another seed", seed=1) == ("data/sample_ids", 0)
     # A cache that is whole is used as it is: here one of an encoder whose scale was another one.
-    arrays = latent_cache.read(run() / "latents")
+    arrays = latent_cache.read(tmp_path / "baseline/latents")
     latents = (arrays["latents"] * np.float32(1.001)).astype(np.float32)
     latent_cache.write_shard(tmp_path / "stale", 0, {**arrays, "latents": latents})
     latent_cache.finish(tmp_path / "stale", 1)
-    assert fault("--cache-dir", str(tmp_path / "stale")) == ("data/cache", 0)
+    assert fault("a stale cache", cache_dir=tmp_path / "stale") == ("data/cache", 0)
 
 
 def test_sage_is_refused_before_ray_starts_and_before_diffusers_is_imported() -> None:
