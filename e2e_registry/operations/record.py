@@ -144,9 +144,12 @@ def require_recordable(registration: Registration, run: ObservedRun, *, allow_un
         RecordingError: The recipe failed, or its recording is invalid or incomplete.
         MismatchError: An invariant is broken, a registered metric was never emitted, or nothing would be judged.
         RefusedError: A pin does not hold, or a writer's state is unknown.
+        RegistrationError: A tolerance does not fit the series: of what type it is, or how many steps it has.
     """
     require_complete(run)
     check_policies_fit(registration, run)
+    if any(tolerance.reduce is not None for tolerance in registration.tolerances.values()):
+        compare(run.batches(), run.batches(), policies=registration.policies())  # fails as every check would
     if run.platform_fault is not None:
         raise RefusedError(f"the platform of the run is unknown: {run.platform_fault}", where=run.path)
     if run.pins:

@@ -27,8 +27,9 @@ RANK_MAX = (1 << 31) - 1
 #: Key of the values that a JSON number cannot carry; no dtype has this name.
 BITS = "bits"
 
-# Control characters and line separators would break a report's line; a lone surrogate has no UTF-8 form.
-_NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# Control characters and line separators would break a report's line, and direction marks show it in another order than
+# it is read by programs; a lone surrogate has no UTF-8 form.
+_NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def metrics_file(role: str, rank: int) -> str:
@@ -48,5 +49,5 @@ def name_fault(name: object) -> str | None:
     if not name:
         return "a metric name must not be empty"
     if _NOT_IN_NAMES.search(name):
-        return f"metric name {name!r} holds a control character, a line separator or a lone surrogate"
+        return f"metric name {name!r} holds a control character, a line separator, a direction mark or a lone surrogate"
     return None

@@ -263,6 +263,7 @@ def test_subnormals_are_recorded_where_the_processor_flushes_them(tmp_path: Path
         ({"": 1.0}, 0, ["must not be empty"]),
         ({"a\nb": 1.0}, 0, ["control character"]),
         ({"\ud800": 1.0}, 0, ["lone surrogate"]),
+        ({"train/\u202essol": 1.0}, 0, ["direction mark"]),
         ({3: 1.0}, 0, ["must be a string, not 3"]),
         ([("x", 1.0)], 0, ["a mapping of names to values, not a list"]),
         ({"x": 1.0}, 1.0, ["step 1.0 is not an int64"]),

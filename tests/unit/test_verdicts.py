@@ -196,6 +196,11 @@ def test_skip_first_beyond_the_standard_is_an_error_of_the_registration(reposito
     result = checked(repository)
     assert (result["verdict"], result["exit_code"]) == ("error", 2)
     assert "skip_first=5 leaves no step" in result["error"]
+    kept = repository.standard.read_bytes()
+    for command in (("record", "--test", TEST, "--runs", "1"), ("adopt", "--run", repository.runs[-1], "--test", TEST)):
+        recorded = repository.cli(*command)
+        assert (recorded.code, "skip_first=5 leaves no step" in recorded.err) == (2, True), recorded.err
+    assert repository.standard.read_bytes() == kept
 
 
 class Faltering(LocalMachine):
