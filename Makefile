@@ -4,10 +4,9 @@ BIN := .venv/bin
 .PHONY: demo test repeat lint lint-workflows lock clean
 
 # One recipe makes the environment; everything else stands on it. Both `make` and CI install from the lock file.
-# Bytecode is left to the first import: compiling all of torch takes a third of the time, and most is never imported.
 .venv/installed: requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
