@@ -203,13 +203,15 @@ class GpuAdmission:
         on_wait: Callable[[str], None],
         allows_start: Callable[[], bool],
     ) -> list[GpuLock]:
-        deadline = time.monotonic() + self.wait_s
+        deadline: float | None = None
         told: object = None
         uuids = _uuids()
         while True:
             held, obstacles = _take_free(devices, num, spare, uuids)
             if len(held) == num:
                 return held
+            if deadline is None:  # to look is not to wait: nvidia-smi may take its time
+                deadline = time.monotonic() + self.wait_s
             if not allows_start():
                 raise NotStartedError("called off while it waited for a GPU")
             shown = "; ".join(f"GPU {device}: {', '.join(map(str, found))}" for device, found in obstacles.items())

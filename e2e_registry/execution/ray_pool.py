@@ -222,6 +222,7 @@ class RayPool:
             ref = remote.remote(work, order, self._board, key)
 
             def cancel(how: bytes) -> None:
+                self._board.close.remote()  # else a core that this frees is given to a test that still waited
                 ray.cancel(ref, force=how == supervisor.KILL, recursive=True)
 
             with cancellation.calling(cancel):
@@ -281,11 +282,12 @@ class Board:
     def __init__(self) -> None:
         self._attempts: Counter[str] = Counter()
         self._withdrawn: set[str] = set()
+        self._is_closed = False
         self._lines: dict[str, str] = {}
 
     def begin(self, key: str) -> int:
-        """Count an attempt of a task and return its number; 0 if the task was withdrawn."""
-        if key in self._withdrawn:
+        """Count an attempt of a task and return its number; 0 if it may not begin."""
+        if key in self._withdrawn or (self._is_closed and self._attempts[key] == 0):
             return 0
         self._attempts[key] += 1
         return self._attempts[key]
@@ -295,6 +297,10 @@ class Board:
         if self._attempts[key] == 0:
             self._withdrawn.add(key)
         return key in self._withdrawn
+
+    def close(self) -> None:
+        """Let no further task begin."""
+        self._is_closed = True
 
     def show(self, key: str, line: str) -> None:
         """Take a task's latest line."""
@@ -389,26 +395,30 @@ def _do(work: NodeWork, order: Any, board: Any, key: str) -> Any:
     ray = _import_ray()
     number = _wait_holding_cores(board.begin.remote(key))
     if number == 0:
-        return None  # nobody waits for it
+        raise NotStartedError("called off before a node had begun with it")
     attempt = Attempt(number, ray.util.get_node_ip_address())
     cancellation = Cancellation()
     outcome: list[Any] = []
     errors: list[BaseException] = []
+    has_ended = threading.Event()  # Thread.join() takes a thread for ended once it was interrupted (Python 3.11, 3.12)
 
     def run() -> None:
         try:
             outcome.append(work(order, attempt, _Throttle(lambda line: board.show.remote(key, line)), cancellation))
         except BaseException as error:  # noqa: BLE001  # raised again by the main thread
             errors.append(error)
+        finally:
+            has_ended.set()
 
-    thread = threading.Thread(target=run)
-    thread.start()
+    thread = threading.Thread(target=run, daemon=True)
     try:
-        while thread.is_alive():
-            thread.join(_CANCEL_S)
+        thread.start()
+        while not has_ended.wait(_CANCEL_S):
+            pass
     except KeyboardInterrupt:
         cancellation.cancel()
-        thread.join()
+        while not has_ended.wait(_CANCEL_S) and thread.ident is not None:  # None: interrupted before it had started
+            pass
         if errors and isinstance(errors[0], NotStartedError):  # it still waited for its GPUs
             raise errors[0] from None
         raise

@@ -14,7 +14,8 @@ from torch import Tensor
 def k3_divergence(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
     """Return ``r - 1 - log r`` with ``r = reference / policy``, at each sampled token.
 
-    Its mean over tokens that the policy drew estimates KL(policy || reference); it is never negative.
+    Its mean over tokens that the policy drew estimates KL(policy || reference). It is never negative, but for the
+    rounding of ``exp`` where the two are all but equal.
 
     Args:
         log_prob: Of the token under the policy.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from host import NEEDED_LATER  # before whatever loads a library that reads the host's variables
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from repositories import repository
 
 __all__ = ["repository"]
@@ -19,6 +20,9 @@ settings.register_profile(
     derandomize=bool(os.environ.get("CI")),
 )
 settings.load_profile("unit")
+if os.environ.get("CI"):
+    # Hypothesis also draws constants of the modules that are loaded so far, which other tests may have loaded or not.
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+#: Longer than a process takes to end once a key was taken.
+_RETYPED_S = 3.0
+
 END_OF_INPUT = "\x04"  # Ctrl-D
 INTERRUPT = "\x03"  # Ctrl-C
 
@@ -32,18 +35,19 @@ def converse(root: Path, arguments: Sequence[str], answers: Sequence[str], *, pr
     if pid == 0:
         os.chdir(root)
         os.execv(sys.executable, [sys.executable, "-m", "e2e_registry", *arguments])
-    shown, given = b"", 0
+    shown, given, typed_at = b"", 0, 0
     deadline = time.monotonic() + 120
     try:
         while True:
             is_last = given == len(answers) and answers[-1] in (END_OF_INPUT, INTERRUPT)
-            block = _read(terminal, deadline, retyped=answers[-1].encode() if is_last else b"")
+            is_taken = bool(shown[typed_at:].replace(b"^C", b"").strip())  # more than the terminal's echo has come
+            block = _read(terminal, deadline, retyped=answers[-1].encode() if is_last and not is_taken else b"")
             if not block:
                 break
             shown += block
             while given < min(len(answers), len(re.findall(prompt, shown.decode(errors="replace")))):
                 os.write(terminal, answers[given].encode())
-                given += 1
+                given, typed_at = given + 1, len(shown)
     except TimeoutError:
         os.kill(pid, signal.SIGKILL)
         pytest.fail(f"it waits, or goes on, for ever:\n{shown.decode(errors='replace')}")
@@ -55,7 +59,7 @@ def converse(root: Path, arguments: Sequence[str], answers: Sequence[str], *, pr
 
 def _read(terminal: int, deadline: float, *, retyped: bytes) -> bytes:
     """Return what is shown next; nothing once the other end is gone. Type again while nothing is."""
-    while not select.select([terminal], [], [], 0.5)[0]:
+    while not select.select([terminal], [], [], _RETYPED_S)[0]:
         if time.monotonic() > deadline:
             raise TimeoutError
         os.write(terminal, retyped)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import os
 import shutil
+import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -203,6 +207,34 @@ def test_what_a_node_cannot_write_is_the_error_of_one_test(
     assert test["verdict"] == "error"
     assert "node 10.0.0.7 cannot run the test: " in test["error"]
     assert fault != "the tree is gone" or test["error"].startswith("the working tree that Ray unpacked there: ")
+
+
+def test_a_cancelled_task_holds_its_cores_until_its_recipe_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray interrupts the main thread as this does, whatever that thread is at."""
+    monkeypatch.setattr(ray_pool, "_wait_holding_cores", lambda ref: 1)
+    has_ended = []
+
+    def work(order: None, attempt: Attempt, on_line: Callable[[str], None], cancellation: Cancellation) -> None:
+        _thread.interrupt_main()
+        while not cancellation.is_cancelled:
+            time.sleep(0.01)
+        time.sleep(1)  # as a recipe takes to end
+        has_ended.append(True)
+
+    board = ray_pool.Board()
+    remote = SimpleNamespace(begin=SimpleNamespace(remote=board.begin))
+    with pytest.raises(KeyboardInterrupt):
+        ray_pool._do(work, None, remote, "key")
+    assert has_ended
+
+
+def test_once_the_board_is_closed_no_task_begins_that_had_not() -> None:
+    board = ray_pool.Board()
+    assert board.begin("first") == 1
+    board.close()
+    assert board.begin("second") == 0
+    assert board.withdraw("second")
+    assert not board.withdraw("first")
 
 
 def test_a_run_comes_back_whole_but_for_what_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,8 +255,8 @@ def _try_bootstrap(queue: Any) -> None:
     os.environ["PYTHONHASHSEED"] = "12345"
     try:
         bootstrap("cpu-portable")
-    except DeterminismError as error:
-        queue.put(str(error))
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the test says so
+        queue.put(f"{type(error).__name__}: {error}")
 
 
 def test_a_worker_of_another_program_is_not_replaced() -> None:
@@ -264,7 +264,9 @@ def test_a_worker_of_another_program_is_not_replaced() -> None:
     queue = context.Queue()
     worker = context.Process(target=_try_bootstrap, args=(queue,))
     worker.start()
-    assert "multiprocessing worker" in queue.get(timeout=180)
+    error = queue.get(timeout=180)
+    assert error.startswith("DeterminismError: ")
+    assert "multiprocessing worker" in error
     worker.join()
 
 

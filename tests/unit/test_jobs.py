@@ -242,10 +242,10 @@ CLAIMING_RECIPE = """
     mark = marks / os.environ["CUDA_VISIBLE_DEVICES"]
     mark.touch(exist_ok=False)
     deadline = time.monotonic() + 60
-    while len(list(marks.iterdir())) < int(os.environ["TOGETHER"]) and time.monotonic() < deadline:
+    while (together := len(list(marks.iterdir()))) < int(os.environ["TOGETHER"]) and time.monotonic() < deadline:
         time.sleep(0.02)
     with MetricRecorder() as recorder:
-        recorder.log({"together": len(list(marks.iterdir()))}, step=0)
+        recorder.log({"together": together}, step=0)
     time.sleep(2)
     mark.unlink()
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from e2e_registry import MetricRecorder
@@ -251,15 +251,7 @@ def _run(rank: int, folder: Path, dtypes: DtypePolicy, big_at: tuple[int, ...], 
 
 def over_two_ranks(folder: Path, dtypes: DtypePolicy, *, big_at: tuple[int, ...] = ()) -> list[dict[str, Any]]:
     folder.mkdir()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=_run, args=(rank, folder, dtypes, big_at, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    collected = sorted((results.get(timeout=120) for _ in ranks), key=lambda pair: pair[0])
-    for process in ranks:
-        process.join(timeout=30)
-    return [facts for _, facts in collected]
+    return run_ranks(_run, 2, folder, dtypes, big_at)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import random
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_ranks
 from torch import nn
 
 from e2e_registry import MetricRecorder
@@ -178,7 +178,7 @@ class _Regression(TrainActor):
         return history
 
 
-def _train(rank: int, world_size: int, folder: Path, results: Any) -> None:
+def _train(rank: int, folder: Path, world_size: int, results: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -188,26 +188,18 @@ def _train(rank: int, world_size: int, folder: Path, results: Any) -> None:
         history = actor.train()
         weights = {name: value.tolist() for name, value in actor.weights(actor.model).items()}
         noise = (random.random(), float(np.random.random()), torch.rand(()).item())
-    results.put((rank, history, weights, noise))
+    results.put((rank, (history, weights, noise)))
     torch.distributed.destroy_process_group()
 
 
 def _train_over(world_size: int, folder: Path) -> list[Any]:
     folder.mkdir()
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=_train, args=(rank, world_size, folder, results)) for rank in range(world_size)]
-    for process in ranks:
-        process.start()
-    collected = sorted(results.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join(timeout=30)
-    return collected
+    return run_ranks(_train, world_size, folder, world_size)
 
 
 def test_two_fsdp_ranks_train_as_one_process_does(tmp_path: Path) -> None:
-    ((_, alone, weights_alone, noise_alone),) = _train_over(1, tmp_path / "one")
-    (_, first, weights, noise), (_, second, other_weights, other_noise) = _train_over(2, tmp_path / "two")
+    ((alone, weights_alone, noise_alone),) = _train_over(1, tmp_path / "one")
+    (first, weights, noise), (second, other_weights, other_noise) = _train_over(2, tmp_path / "two")
     assert first == second  # both ranks report what holds over all ranks
     assert weights == other_weights
     # Dropout and the like must not do to one rank's samples what it does to another's, and must repeat.

@@ -87,6 +87,12 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
         register_native_kernel(kernel.module, kernel.attribute)
 
 
+@pytest.fixture
+def patched(register: None) -> Iterator[None]:
+    with patch_flash_kernels(()):
+        yield
+
+
 @pytest.mark.usefixtures("register")
 def test_only_the_patch_keeps_the_kernels_bits_when_threads_finish_in_another_order(
     monkeypatch: pytest.MonkeyPatch,
@@ -291,6 +297,7 @@ def test_it_repeats_and_every_rank_reports_the_same_under_the_pins_of_its_profil
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patched")
 def test_two_sharded_ranks_train_as_one_unsharded_process_does(run: Run, dataset: LatentDataset) -> None:
     """Losses to 1e-6: sums over a batch are split in two, and nothing else differs."""
     torch.manual_seed(0)
@@ -310,12 +317,6 @@ def test_two_sharded_ranks_train_as_one_unsharded_process_does(run: Run, dataset
     assert values(run(), "train/loss", 0) == pytest.approx(losses, rel=1e-6)
     assert values(run(), "train/grad_norm", 0) == pytest.approx(norms, rel=1e-5)
     assert values(run(), "eval/loss", 0) == pytest.approx([held_out], rel=1e-6)
-
-
-@pytest.fixture
-def patched(register: None) -> Iterator[None]:
-    with patch_flash_kernels(()):
-        yield
 
 
 @pytest.mark.usefixtures("group_of_one", "patched")

@@ -72,10 +72,14 @@ def cluster() -> Iterator[Any]:
 
     with environment_of_nodes():
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        cluster.names_of_variables = frozenset(os.environ)
-        add_node(cluster, num_cpus=1)
-        add_node(cluster, num_cpus=1)
-        cluster.wait_for_nodes()
+        try:
+            cluster.names_of_variables = frozenset(os.environ)
+            add_node(cluster, num_cpus=1)
+            add_node(cluster, num_cpus=1)
+            cluster.wait_for_nodes()
+        except BaseException:
+            cluster.shutdown()
+            raise
     yield cluster
     cluster.shutdown()
 
