@@ -25,6 +25,7 @@ from e2e_registry.registration.place import Location, locate
 
 if TYPE_CHECKING:
     from e2e_registry.comparison import Assessment
+    from e2e_registry.execution.gpus import GpuAdmission
     from e2e_registry.operations.results import Ending, Results
     from e2e_registry.recording import MetricRecorder
 
@@ -37,9 +38,11 @@ _OPTIONS = {
     "--e2e": "run the registered tests: their recipes are launched, and compared with their standards",
     "--e2e-nightly": "run also the registered tests that are nightly",
     "--e2e-record": "run the registered tests until they repeat, and record their standards",
+    "--e2e-allow-busy-gpus": "let registered tests share their GPUs with whatever else computes there",
     "--record-assertions": "write the standards of assert_matches_standard() rather than compare with them",
     "--unused-assertions": "list the standards of assert_matches_standard() that no test of this session used",
 }
+_GPU_WAIT = "--e2e-gpu-wait"
 
 
 # ------------------------------------------------------------------------------------------------ options
@@ -74,11 +77,25 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
         # In the group that conftest files use: pytest before version 9 looks for a conflict in no other.
         with contextlib.suppress(ValueError, argparse.ArgumentError):
             parser.addoption(option, action="store_true", help=f"{text} (e2e-registry)")
+    with contextlib.suppress(ValueError, argparse.ArgumentError):
+        parser.addoption(
+            _GPU_WAIT,
+            type=_seconds,
+            metavar="SECONDS",
+            help="how long a registered test waits for a GPU that others use: 600 by default (e2e-registry)",
+        )
 
 
 def _profile(config: pytest.Config) -> str | None:
     asked = config.known_args_namespace.determinism_profile or config.getini("determinism_profile")
     return None if not asked else str(asked)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:  # NaN is no number either
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
 
 
 def _is_given(config: pytest.Config, option: str) -> bool:
@@ -241,12 +258,23 @@ class RegisteredTest(pytest.Item):
     def _on_line(self) -> Any:
         return print if self.config.getoption("capture") == "no" else None
 
+    def _gpus(self) -> GpuAdmission:
+        from e2e_registry.execution.gpus import DEFAULT_WAIT_S, GpuAdmission
+
+        wait_s = self.config.getoption(_GPU_WAIT, default=None)
+        return GpuAdmission(
+            wait_s=DEFAULT_WAIT_S if wait_s is None else wait_s,
+            allows_busy=_is_given(self.config, "--e2e-allow-busy-gpus"),
+        )
+
     def _check(self) -> None:
         from e2e_registry.comparison import TestVerdict
         from e2e_registry.operations.check import check_test
+        from e2e_registry.operations.machines import LocalMachine
         from e2e_registry.reports.console import assessment_text
 
-        assessment = check_test(self.registration, self.settings, on_line=self._on_line())
+        machine = LocalMachine(self._gpus())
+        assessment = check_test(self.registration, self.settings, on_line=self._on_line(), machine=machine)
         self.outcome = {"root": str(self.settings.root), "assessment": pickle.dumps(assessment)}
         self._add_properties(assessment)
         text = assessment_text(assessment)
@@ -279,7 +307,9 @@ class RegisteredTest(pytest.Item):
         if reason is not None:
             pytest.skip(reason)
         try:
-            change = record_test(self.registration, self.settings, RecordOptions(), on_line=self._on_line())
+            change = record_test(
+                self.registration, self.settings, RecordOptions(), on_line=self._on_line(), gpus=self._gpus()
+            )
         except RegistryError as error:
             pytest.fail(str(error), pytrace=False)
         text = change_text(change)

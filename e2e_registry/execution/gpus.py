@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from e2e_registry.determinism.relaunch import callers_environment
-from e2e_registry.errors import NotStartedError, RefusedError
+from e2e_registry.errors import NotStartedError, RefusedError, UsageError
 from e2e_registry.execution import processes
 from e2e_registry.execution.notice import Notice
 
@@ -152,10 +152,18 @@ class GpuAdmission:
     Attributes:
         wait_s: Seconds that a GPU is waited for while somebody else has it.
         allows_busy: Whether a test may share its GPUs with whatever else computes there.
+
+    Raises:
+        UsageError: The time is negative or NaN.
     """
 
     wait_s: float = DEFAULT_WAIT_S
     allows_busy: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what would wait for ever, and does not say so as ``inf`` does."""
+        if not self.wait_s >= 0:
+            raise UsageError(f"{self.wait_s!r} is no number of seconds", where="--gpu-wait")
 
     @contextlib.contextmanager
     def admit(
@@ -220,7 +228,8 @@ class GpuAdmission:
                 raise RefusedError(
                     f"still in use after {self.wait_s:g} s: {shown}",
                     hint="wait for them or end them yourself; e2e-registry's commands wait longer with "
-                    "--gpu-wait SECONDS, and run beside them with --allow-busy-gpus",
+                    "--gpu-wait SECONDS, and run beside them with --allow-busy-gpus (in pytest, --e2e-gpu-wait and "
+                    "--e2e-allow-busy-gpus)",
                 )
             who = {device: [getattr(each, "pid", each) for each in found] for device, found in obstacles.items()}
             if who != told:  # not for each change of the memory that they hold

@@ -409,6 +409,28 @@ def test_a_locked_gpu_is_refused_by_whatever_name_and_its_holder_named(gpus: Rep
     assert gpus.cli("run", "--test", "tests/e2e/test_one.py", "--gpu-wait", "0").code == 0
 
 
+def test_pytest_waits_for_a_gpu_as_long_as_it_is_told(gpus: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = GpuLock.take("4", uuids_of(gpus)[0])
+    assert isinstance(lock, GpuLock)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+
+    def run(*options: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/e2e/test_one.py", *options]
+        done = subprocess.run(command, cwd=gpus.root, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    for mode in ("--e2e", "--e2e-record"):
+        code, shown = run(mode, "--e2e-gpu-wait", "0")
+        assert (code, "still in use after 0 s: GPU 4: another run of e2e-registry" in shown) == (1, True), shown
+    assert run("--e2e", "--e2e-gpu-wait", "nan")[0] == pytest.ExitCode.USAGE_ERROR
+    assert gpus.cli("check", "--all", "--gpu-wait", "nan").code == 2
+    assert devices_of(gpus) == []
+    code, shown = run("--e2e", "--e2e-allow-busy-gpus")
+    assert (code, "no-standard" in shown) == (1, True), shown
+    assert devices_of(gpus) == ["4"]
+    lock.release()
+
+
 def test_what_waits_for_a_gpu_when_the_check_is_interrupted_was_not_run(gpus: Repository) -> None:
     lock = GpuLock.take("4", uuids_of(gpus)[0])
     assert isinstance(lock, GpuLock)
