@@ -19,7 +19,6 @@ from e2e_registry import MetricRecorder
 from e2e_registry.errors import UsageError
 from e2e_registry.recipes.actor import ActorContext, AttentionOptions, GroupSpec
 from e2e_registry.recipes.command_line import RolloutDtypeArgs
-from e2e_registry.recipes.digits_policy import DigitsPolicy
 from e2e_registry.recipes.dtype_policy import FP32, DtypeOverride, DtypePolicy, Precision
 from e2e_registry.recipes.mixed_precision import cast_parameters, compute_dtypes, convert_at_regions, regions
 from e2e_registry.recipes.rollout_engine import RolloutEngine
@@ -135,6 +134,9 @@ def test_overrides_that_split_a_module_or_leave_nothing_are_refused(override: st
 def test_noise_levels_stay_exact_but_in_a_region_that_embeds_them(override: str, is_exact: bool) -> None:
     """At 500 of 1000 bf16 tells multiples of 2 apart."""
     torch.manual_seed(0)
+    # Here, since ranks that are started afresh import this module, and diffusers takes seconds.
+    from e2e_registry.recipes.digits_policy import DigitsPolicy
+
     model, dtypes = DigitsPolicy(), policy(override)
     convert_at_regions(model, dtypes)
     cast_parameters(model, compute_dtypes(model, dtypes))
