@@ -27,6 +27,8 @@ OnStage = Callable[[str], None]
 
 _TOO_FEW = 2
 
+_NOTHING_LEFT = "log through MetricRecorder, or save checkpoints below {run_dir}; --checkpoints names other files"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatOptions:
@@ -133,8 +135,12 @@ class _Repetition:
         self._on_stage(stage)
         run = self._workload.run(seed=seed, on_line=self._on_line)
         checkpoints = find_checkpoints(run.path, self._options.checkpoints or DEFAULT_GLOBS)
-        if not (checkpoints and run.is_complete):  # a recipe may leave checkpoints and log nothing
+        if not run.is_complete:
             require_complete(run)
+        # A recipe may leave checkpoints and log nothing.
+        if not checkpoints and not self._options.checkpoints and not (run.recording and run.recording.has_series):
+            message = "the recipe exited with code 0, logged nothing and left no checkpoint"
+            raise RecipeError(message, where=run.path, hint=_NOTHING_LEFT)
         return _KeptRun(run, checkpoints)
 
     def _compared(self, got: _KeptRun, want: _KeptRun) -> RunComparison:
@@ -158,7 +164,7 @@ class _Repetition:
         if not has_files and not any(comparison.metrics.num_judged for comparison in comparisons):
             raise UsageError(
                 f"{self._workload.label} leaves nothing to compare: no judged metric and no checkpoint",
-                hint="log through MetricRecorder, or save checkpoints below {run_dir}",
+                hint=_NOTHING_LEFT,
             )
 
     # -------------------------------------------------------------------------------------------- control, cost

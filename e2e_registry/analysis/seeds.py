@@ -25,7 +25,7 @@ from e2e_registry.comparison.seed_statistics import (
     judge_threshold,
     require_scipy,
 )
-from e2e_registry.config import Settings
+from e2e_registry.config import Settings, did_you_mean
 from e2e_registry.environment import EnvironmentDifference, difference
 from e2e_registry.errors import RecordingError, UsageError
 from e2e_registry.operations.compare import Side, open_side
@@ -185,9 +185,16 @@ def _fresh_run(
     run = workload.run(seed=seed, on_line=on_line)
     require_complete(run)
     wanted = options.metrics
+    names = () if run.recording is None else run.recording.metrics
+    for pattern in wanted:  # before the other seeds are trained
+        if not any(matches(name, pattern) for name in names):
+            raise UsageError(
+                f"the run has no metric {pattern!r}",
+                where=display_path(run.path, settings),
+                hint=did_you_mean(pattern, names),
+            )
     if not wanted and isinstance(workload, TestWorkload):
         policies = workload.registration.policies()
-        names = () if run.recording is None else run.recording.metrics
         wanted = tuple(name for name in names if policies.policy(name).kind is not PolicyKind.UNREGISTERED)
     label = display_path(run.path, settings)
     return _SeedRun(label, seed, dict(_reduced(run.batches(), wanted, options)), run.environment)

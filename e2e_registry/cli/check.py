@@ -85,7 +85,9 @@ def check(
     try:
         registrations = select(settings, **selection)
     except NothingSelectedError:
-        Results(settings, [], selection, allow_empty=allow_empty).end(None)  # those of an earlier check are out of date
+        if allow_empty or settings.source is not None or settings.run_dir.exists():
+            # Those of an earlier check are out of date.
+            Results(settings, [], selection, allow_empty=allow_empty).end(None)
         if not allow_empty:
             raise
         registrations = []

@@ -48,6 +48,13 @@ def run(
         print_json({**shown, "series": [extent.to_json() for extent in series]})
     else:
         print_run(
-            label, outcome, observed.platform, series, observed.problems, make_console(), warnings=observed.warnings
+            label,
+            outcome,
+            observed.platform,
+            series,
+            observed.problems,
+            make_console(),
+            warnings=observed.warnings,
+            log_tail=observed.log_tail() if observed.has_failed else "",
         )
     raise typer.Exit(ExitCode.RUN_FAILED if observed.problems else ExitCode.OK)

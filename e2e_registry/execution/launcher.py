@@ -88,7 +88,7 @@ class LaunchSpec:
     timeout_s: float
     keep_variables: frozenset[str] = frozenset()
     grace_s: float = 5.0
-    settle_s: float = 2.0
+    settle_s: float = 5.0
     log_limit: int = 16 * 2**20
     facts: Mapping[str, Any] = field(default_factory=dict)
     shown_command: Sequence[str] | None = None

@@ -272,6 +272,9 @@ def _launch_facts(root: Path, *excluded: Path) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------ comparing
 
+_OVERRIDDEN = "unset what overrides the profile"
+_NOT_FINITE = "if NaN or infinity is right there, pass finite=False"
+
 
 def check_assertion(assertion: Assertion) -> Assessment:
     """Compare the series with the standard; keep them as a candidate in the run folder if that does not go well.
@@ -317,9 +320,8 @@ def _explained(
     assertion: Assertion, assessment: Assessment, standard: Standard | None, policies: Policies
 ) -> Assessment:
     """Add what helps with an assertion that fails."""
-    aim = "if the change is intended" if assessment.is_judged else "record it"
     reasons, warnings, kept = list(assessment.reasons), [], None
-    if assessment.verdict is TestVerdict.NO_STANDARD:
+    if assessment.comparison is None and not assertion.faults:
         reasons.append(f"there is no {display_path(assertion.path.resolve(), assertion.settings)}")
     elif assessment.verdict is TestVerdict.INCOMPARABLE and not reasons:
         reasons.append(
@@ -341,8 +343,19 @@ def _explained(
         environment=() if standard is None else difference(standard.metadata.environment, assertion.environment),
         run_path=kept,
         candidate=kept,
-        next_steps=[f"{aim}: pytest {shlex.quote(assertion.test.node_id)} --record-assertions"],
+        next_steps=_next_steps(assertion, assessment),
     )
+
+
+def _next_steps(assertion: Assertion, assessment: Assessment) -> list[str]:
+    """Return what to do; recording is no way out of what it would refuse."""
+    if assertion.faults:
+        return [_OVERRIDDEN]
+    steps = [f"correct what is not finite; {_NOT_FINITE}"] if assessment.breaks else []
+    if not assessment.breaks or not assessment.is_judged:
+        aim = "if the change is intended" if assessment.is_judged else "then record it" if steps else "record it"
+        steps.append(f"{aim}: pytest {shlex.quote(assertion.test.node_id)} --record-assertions")
+    return steps
 
 
 # ------------------------------------------------------------------------------------------------ recording
@@ -364,12 +377,10 @@ def record_assertion(assertion: Assertion) -> StandardChange:
             hint="name it apart, by the parameters too; if that test is gone, delete the file and record again",
         )
     if assertion.faults:
-        raise RefusedError(
-            "; ".join(assertion.faults), where=assertion.subject, hint="unset what overrides the profile"
-        )
+        raise RefusedError("; ".join(assertion.faults), where=assertion.subject, hint=_OVERRIDDEN)
     breaks = assertion.breaks()
     if breaks:
-        raise breaks_error(breaks, where=assertion.subject, hint="if that is right there, pass finite=False")
+        raise breaks_error(breaks, where=assertion.subject, hint=f"correct it; {_NOT_FINITE}")
     old, recording = assertion.old, assertion.recording
     policies = assertion.policies(old)
     # Against itself where there is no other: a tolerance that does not fit its dtype is refused before it is written.

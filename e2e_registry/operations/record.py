@@ -474,7 +474,8 @@ def adopt_run(
         StorageError: The run or the old standard cannot be read, or the new one not written.
     """
     if not path.is_dir():
-        raise RefusedError("only a run directory says what was run", where=path, hint="give the folder of the run")
+        message = "only a run directory says what was run" if path.exists() else "there is no such run directory"
+        raise RefusedError(message, where=path, hint="give the folder of the run")
     run = load_run(path.resolve(), settings)
     require_complete(run)
     require_declared_recipe(registration, run, settings)

@@ -143,4 +143,7 @@ def _known_label(label: str, known: Collection[str]) -> str:
 def _why_nothing(settings: Settings, part: Partition | None) -> str:
     if part is not None:
         return f"partition {part} is empty: there are fewer tests than partitions, or none at all"
-    return f"tests are test_*.py in {', '.join(settings.test_folders)}"
+    where = f"tests are test_*.py in {', '.join(settings.test_folders)}"
+    if settings.source is None:
+        return f"{where} of {settings.root}, for want of settings: run it in the repository, or e2e-registry init"
+    return where

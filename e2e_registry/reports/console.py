@@ -137,14 +137,19 @@ def print_assessment(assessment: Assessment, console: Console, *, all_metrics: b
     if assessment.repeat is not None:
         print_line(console, _repeat_text(assessment.repeat), "bold")
     print_warnings(assessment.warnings, console, limit=limit)
-    if assessment.log_tail:
-        print_line(console, "the end of its output:")
-        # Not at the start of a line: a workflow's log would obey a recipe that prints "::add-mask::" and the like.
-        print_line(console, textwrap.indent(assessment.log_tail, "| ", lambda line: True), "dim")
+    print_log_tail(assessment.log_tail or "", console)
     if not assessment.verdict.is_success and assessment.run_path:
         print_line(console, f"kept run: {assessment.run_path}")
     for step in assessment.next_steps:
         print_line(console, f"next: {step}")
+
+
+def print_log_tail(log_tail: str, console: Console) -> None:
+    """Print the end of a recipe's output, if there is any."""
+    if log_tail:
+        print_line(console, "the end of its output:")
+        # Not at the start of a line: a workflow's log would obey a recipe that prints "::add-mask::" and the like.
+        print_line(console, textwrap.indent(log_tail, "| ", lambda line: True), "dim")
 
 
 def print_summary(assessments: Sequence[Assessment], console: Console, *, num_not_run: int = 0) -> None:

@@ -14,6 +14,7 @@ from e2e_registry.reports.console import (
     print_environment,
     print_line,
     print_lines,
+    print_log_tail,
     print_table,
     print_warnings,
     rendered,
@@ -98,6 +99,7 @@ def print_run(
     console: Console,
     *,
     warnings: Sequence[str] = (),
+    log_tail: str = "",
 ) -> None:
     """Print what one run recorded.
 
@@ -109,12 +111,17 @@ def print_run(
         problems: What is wrong with the recording.
         console: Where to print.
         warnings: What may be wrong with it.
+        log_tail: The last lines of its output, of a recipe that failed.
     """
-    text = Text(f"the recipe {outcome}", "green" if not problems else "red")
+    ended = f"the recipe {outcome}"
+    text = Text(ended, "green" if not problems else "red")
     text.append(f"  {platform}", "cyan")
     console.print(text, soft_wrap=True)
     for problem in problems:
-        print_line(console, problem, "red")
+        if problem != ended:
+            print_line(console, problem, "red")
     print_warnings(warnings, console)
-    print_table(extents_table(series), console)
+    print_log_tail(log_tail, console)
+    if series:
+        print_table(extents_table(series), console)
     console.print(Text(f"kept: {label}"), soft_wrap=True)

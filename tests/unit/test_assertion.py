@@ -196,6 +196,7 @@ def test_a_process_that_is_not_on_the_profile_asked_for_compares_and_records_not
     monkeypatch.setenv("MKL_CBWR", "AUTO")
     overridden = run(repository, TEST_FILE, *under)
     assert "not on the profile 'cpu-portable': MKL_CBWR: the profile pins 'COMPATIBLE'" in message(overridden)
+    assert "next: unset what overrides the profile" in message(overridden)
     refused = run(repository, TEST_FILE, *under, "--record-assertions")
     assert "RefusedError" in message(refused)
     assert kept(repository) == []
@@ -272,13 +273,13 @@ def test_outside_a_test_there_is_nothing_to_compare_with(monkeypatch: pytest.Mon
 
 
 def test_values_that_are_not_finite_match_when_they_are_permitted(repository: Repository) -> None:
-    write(
-        repository,
-        'def test_it():\n    assert_matches_standard({"a": [float(VALUE)]}, "x", finite=False)\n'.replace(
-            "VALUE", "SCALE"
-        ),
-        scale="'nan'",
-    )
+    body = 'def test_it():\n    assert_matches_standard({"a": [float(SCALE)]}, "x")\n'
+    write(repository, body, scale="'nan'")
+    said = message(run(repository, TEST_FILE))
+    assert "there is no tests/unit/test_model/x." in said
+    assert "next: correct what is not finite; if NaN or infinity is right there, pass finite=False" in said
+    assert "next: then record it: pytest " in said
+    write(repository, body.replace('"x"', '"x", finite=False'), scale="'nan'")
     run(repository, TEST_FILE, "--record-assertions").assert_outcomes(passed=1)
     run(repository, TEST_FILE).assert_outcomes(passed=1)
     (repository.root / TEST_FILE).write_text((repository.root / TEST_FILE).read_text().replace("'nan'", "'inf'"))

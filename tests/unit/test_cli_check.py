@@ -264,8 +264,10 @@ def test_run_keeps_any_command_and_compare_judges_two_runs(repository: Repositor
     with_file = repository.cli("compare", two / "metrics.main.rank0.jsonl", "--against", one)
     assert with_file.code == 0
     assert repository.cli("run").code == 2
-    failing = repository.cli("run", "--", "false")
+    failing = repository.cli("run", "--", "sh", "-c", "echo on fire; exit 3")
     assert failing.code == 4
+    assert failing.out.count("the recipe exited with code 3") == 1
+    assert "the end of its output:\n  | on fire\n" in failing.out
 
 
 def test_compare_with_a_test_uses_its_policies_and_standard(repository: Repository) -> None:

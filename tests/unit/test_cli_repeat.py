@@ -193,6 +193,8 @@ def test_failing_runs_and_runs_that_leave_nothing(repository: Repository) -> Non
     assert repository.cli("repeat", "--", "false").code == 4
     nothing = repository.cli("repeat", "--", "true")
     assert nothing.code == 4
+    assert "left no checkpoint" in nothing.err
+    assert "--checkpoints names other files" in nothing.err
     assert "logged nothing" in nothing.err
     missing = repository.cli("repeat", "--test", TEST, "--checkpoints", "weights/*.pt")
     assert missing.code == 2

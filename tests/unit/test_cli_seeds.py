@@ -141,6 +141,10 @@ def test_seeds_are_refused_before_anything_runs(accuracy: Repository) -> None:
         assert accuracy.cli("seeds", *options).code == 2, options
     assert not accuracy.runs
     assert parse_seeds("0-2, 7") == [0, 1, 2, 7]
+    misspelled = accuracy.cli("seeds", "--test", TEST, "--metric", "val/ac")
+    assert misspelled.code == 2
+    assert "the run has no metric 'val/ac'\n  did you mean 'val/acc'?" in misspelled.err
+    assert len(accuracy.runs) == 1, "no further seed is trained"
 
 
 def test_a_seed_that_reaches_nothing_is_a_finding(repository: Repository) -> None:

@@ -933,6 +933,20 @@ def test_the_exit_code_says_whether_anything_was_found(tmp_path: Path) -> None:
     assert run(tmp_path / "empty").exit_code == ExitCode.NOTHING_SELECTED
 
 
+def test_before_the_first_commit_everything_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reported: the hook that ``init`` writes refused the first commit of a new repository."""
+    repository = Repository(tmp_path / "checkout")
+    for name in ("staged.py", "untracked.py"):
+        repository.write(name, BENCHMARK)
+    repository.git("add", "staged.py")
+    monkeypatch.chdir(repository.root)
+    found = run(".", "--diff", "HEAD")
+    assert found.exit_code == ExitCode.MISMATCH, found.stderr
+    assert "staged.py:2:1: DET001" in found.stdout
+    assert "untracked.py:2:1: DET001" in found.stdout
+    assert run(".", "--diff", "origin/main").exit_code == ExitCode.USAGE
+
+
 def test_text_names_the_place_the_code_and_the_reason(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(BENCHMARK)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from repositories import Repository
 
+from e2e_registry.cli.app import main
 from e2e_registry.config import load_settings
 from e2e_registry.errors import UsageError
 from e2e_registry.operations.partition import Partition, partition
@@ -102,6 +104,16 @@ def test_the_partitions_of_a_check_hold_every_test_once(labelled: Repository) ->
     assert labelled.cli("check", "--all", "--partition", "9/9", "--allow-empty").code == 0
     found = json.loads(results.read_text())
     assert (found["status"], found["exit_code"], found["partition"], found["tests"]) == ("complete", 0, "9/9", [])
+
+
+def test_outside_a_repository_nothing_is_written_and_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "--all"]) == 5
+    said = f"of {tmp_path}, for want of settings: run it in the repository, or e2e-registry init"
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")

@@ -105,6 +105,25 @@ def changes_since(base: str, *, folder: Path) -> ChangedFiles:
     root = Path(
         os.fsdecode(_git(folder, ["rev-parse", "--show-toplevel"], "not inside a git repository").rstrip(b"\n"))
     )
+    merge_base = _empty_tree(root) if base == "HEAD" and _has_no_commit(root) else _merge_base(root, base)
+    patch = _git(root, [*_DIFF, merge_base, "--"], "git diff failed")
+    files = {(root / name).resolve(): changes for name, changes in _read_patch(patch)}
+    untracked = _git(root, ["ls-files", "--others", "--exclude-standard", "-z"], "git ls-files failed")
+    for name in filter(None, untracked.split(b"\0")):
+        files[(root / os.fsdecode(name)).resolve()] = FileChanges(is_new=True)
+    return ChangedFiles(root.resolve(), files)
+
+
+def _has_no_commit(root: Path) -> bool:
+    """Whether the repository is new, as at the hook of its first commit: then everything is."""
+    return not _git(root, ["rev-list", "--all", "--max-count=1"], "git rev-list failed").strip()
+
+
+def _empty_tree(root: Path) -> str:
+    return _git(root, ["hash-object", "-t", "tree", os.devnull], "git hash-object failed").decode().strip()
+
+
+def _merge_base(root: Path, base: str) -> str:
     shallow_hint = "fetch the revision and its history: git fetch origin, or fetch-depth: 0 in actions/checkout"
     _git(
         root,
@@ -113,13 +132,7 @@ def changes_since(base: str, *, folder: Path) -> ChangedFiles:
         shallow_hint,
     )
     no_history = f"HEAD and {base!r} have no commit in common"
-    merge_base = _git(root, ["merge-base", base, "HEAD"], no_history, shallow_hint).decode().strip()
-    patch = _git(root, [*_DIFF, merge_base, "--"], "git diff failed")
-    files = {(root / name).resolve(): changes for name, changes in _read_patch(patch)}
-    untracked = _git(root, ["ls-files", "--others", "--exclude-standard", "-z"], "git ls-files failed")
-    for name in filter(None, untracked.split(b"\0")):
-        files[(root / os.fsdecode(name)).resolve()] = FileChanges(is_new=True)
-    return ChangedFiles(root.resolve(), files)
+    return _git(root, ["merge-base", base, "HEAD"], no_history, shallow_hint).decode().strip()
 
 
 def _git(folder: Path, arguments: Sequence[str], problem: str, hint: str | None = None) -> bytes:
