@@ -315,7 +315,7 @@ def test_show_and_list(repository: Repository) -> None:
 # Runs the command line. Before and after each write, fsync or rename that concerns the standards folder it copies that
 # folder, and at the n-th of these events it kills its process; it prints their number if it survives.
 KILLER = """
-import io, os, shutil, signal, sys
+import builtins, io, os, shutil, signal, sys
 folder, copies, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 events = 0
 real_open = io.open
@@ -324,9 +324,7 @@ def event():
     global events
     if events == at:
         os.kill(os.getpid(), signal.SIGKILL)
-    io.open = real_open
     shutil.copytree(folder, f"{copies}/{events:03}")
-    io.open = open_
     events += 1
 
 def wrapped(function, concerns):
@@ -347,12 +345,12 @@ class Watched(io.FileIO):
         return written
 
 def open_(file, mode="r", *args, **kwargs):
-    if str(file).startswith(folder) and "w" in mode:
+    if str(file).startswith(folder) and set(mode) & set("wxa+"):
         return Watched(file, mode)
     return real_open(file, mode, *args, **kwargs)
 
 import pathlib
-io.open = open_
+builtins.open = io.open = open_
 target = lambda fd: os.readlink(f"/proc/self/fd/{fd}").startswith(folder)
 os.fsync = wrapped(os.fsync, target)
 os.replace = wrapped(os.replace, lambda source, target: str(target).startswith(folder))

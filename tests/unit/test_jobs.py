@@ -409,6 +409,23 @@ def test_a_locked_gpu_is_refused_by_whatever_name_and_its_holder_named(gpus: Rep
     assert gpus.cli("run", "--test", "tests/e2e/test_one.py", "--gpu-wait", "0").code == 0
 
 
+def test_a_look_at_the_gpus_is_no_part_of_the_wait_for_them(gpus: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = GpuLock.take("4", uuids_of(gpus)[0])
+    assert isinstance(lock, GpuLock)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    query = gpus_module._query
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(1)
+        return query(*arguments, **options)
+
+    monkeypatch.setattr(gpus_module, "_query", slow)
+    result = gpus.cli("run", "--test", "tests/e2e/test_one.py", "--gpu-wait", "0.8")
+    assert result.code == 2
+    assert "waiting for GPU 4: another run of e2e-registry" in result.err
+    lock.release()
+
+
 def test_pytest_waits_for_a_gpu_as_long_as_it_is_told(gpus: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = GpuLock.take("4", uuids_of(gpus)[0])
     assert isinstance(lock, GpuLock)
