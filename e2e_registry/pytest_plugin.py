@@ -259,12 +259,11 @@ class RegisteredTest(pytest.Item):
         return print if self.config.getoption("capture") == "no" else None
 
     def _gpus(self) -> GpuAdmission:
-        from e2e_registry.execution.gpus import DEFAULT_WAIT_S, GpuAdmission
+        from e2e_registry.cli.options import gpu_admission
 
-        wait_s = self.config.getoption(_GPU_WAIT, default=None)
-        return GpuAdmission(
-            wait_s=DEFAULT_WAIT_S if wait_s is None else wait_s,
-            allows_busy=_is_given(self.config, "--e2e-allow-busy-gpus"),
+        return gpu_admission(
+            self.config.getoption(_GPU_WAIT, default=None),
+            allow_busy_gpus=_is_given(self.config, "--e2e-allow-busy-gpus"),
         )
 
     def _check(self) -> None:

@@ -138,7 +138,7 @@ class _Repetition:
         if not run.is_complete:
             require_complete(run)
         # A recipe may leave checkpoints and log nothing.
-        if not checkpoints and not self._options.checkpoints and not (run.recording and run.recording.has_series):
+        if not (run.metrics or checkpoints or self._options.checkpoints):
             message = "the recipe exited with code 0, logged nothing and left no checkpoint"
             raise RecipeError(message, where=run.path, hint=_NOTHING_LEFT)
         return _KeptRun(run, checkpoints)

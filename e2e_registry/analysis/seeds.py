@@ -185,17 +185,16 @@ def _fresh_run(
     run = workload.run(seed=seed, on_line=on_line)
     require_complete(run)
     wanted = options.metrics
-    names = () if run.recording is None else run.recording.metrics
     for pattern in wanted:  # before the other seeds are trained
-        if not any(matches(name, pattern) for name in names):
+        if not any(matches(name, pattern) for name in run.metrics):
             raise UsageError(
                 f"the run has no metric {pattern!r}",
                 where=display_path(run.path, settings),
-                hint=did_you_mean(pattern, names),
+                hint=did_you_mean(pattern, sorted(run.metrics)),
             )
     if not wanted and isinstance(workload, TestWorkload):
         policies = workload.registration.policies()
-        wanted = tuple(name for name in names if policies.policy(name).kind is not PolicyKind.UNREGISTERED)
+        wanted = tuple(name for name in run.metrics if policies.policy(name).kind is not PolicyKind.UNREGISTERED)
     label = display_path(run.path, settings)
     return _SeedRun(label, seed, dict(_reduced(run.batches(), wanted, options)), run.environment)
 

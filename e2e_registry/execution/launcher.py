@@ -432,7 +432,8 @@ class _SupervisedRun:
             poll.register(self._lines, select.POLLIN)
         is_open = True
         while is_open or self._lines is not None:
-            for descriptor, _ in _poll(poll):
+            # A signal is seen between two calls, whichever thread got it.
+            for descriptor, _ in poll.poll(SIGNAL_LATENCY_S * 1000):
                 if descriptor == self._lines and splitter is not None:
                     if not splitter.feed(os.read(descriptor, 1 << 20)):
                         poll.unregister(descriptor)
@@ -456,17 +457,12 @@ class _SupervisedRun:
                     self.request_end(how)
                 else:  # half an order may be on its way: nothing but the end of the stream is understood
                     self._channel.shutdown(socket.SHUT_WR)
-                while self._hear():
-                    pass
-                self._conclude()
+                self.follow(None)
                 return
         self._answer = {"detail": "its processes were still being ended when the launcher left"}
 
     def _hear(self) -> bool:
-        """Wait for what the supervisor says and take it; return False once it and its guard have ended."""
-        poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
-        _poll(poll)
+        """Take what the supervisor says; return False once it and its guard have ended."""
         try:
             part = self._channel.recv(1 << 16)
         except ConnectionResetError:  # killed before it had read the whole order
@@ -521,13 +517,6 @@ class _SupervisedRun:
             log_dropped=answer.get("log_dropped", 0),
             log_error=answer.get("log_error"),
         )
-
-
-def _poll(poll: select.poll) -> list[tuple[int, int]]:
-    """Wait for an event; signals are handled meanwhile, whichever thread got them."""
-    while not (events := poll.poll(SIGNAL_LATENCY_S * 1000)):
-        pass
-    return events
 
 
 def _size(path: Path) -> int:

@@ -43,6 +43,8 @@ _REACH_S = 10.0
 #: Seconds between two looks at whether the nodes that are there have room for what waits.
 _QUEUE_S = 5.0
 
+_CALLED_OFF = "called off before a node had begun with it"
+
 #: Read by Ray's processes when they start here: no usage reports, and no workers in advance.
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -235,7 +237,7 @@ class RayPool:
         while not ray.wait([ref], timeout=_SHOW_S)[0]:
             if not cancellation.allows_start and not cancellation.is_cancelled and self._withdraw(key):
                 ray.cancel(ref)
-                raise NotStartedError("called off before a node had begun with it")
+                raise NotStartedError(_CALLED_OFF)
         try:
             return _result(ray, ref)
         except NotStartedError:
@@ -244,7 +246,7 @@ class RayPool:
             if not cancellation.is_cancelled:  # Ray has several ways to say that it was
                 raise
             if self._withdraw(key):
-                raise NotStartedError("called off before a node had begun with it") from error
+                raise NotStartedError(_CALLED_OFF) from error
             raise LostRunError("the task was cancelled") from error
 
     def _withdraw(self, key: str) -> bool:
@@ -395,7 +397,7 @@ def _do(work: NodeWork, order: Any, board: Any, key: str) -> Any:
     ray = _import_ray()
     number = _wait_holding_cores(board.begin.remote(key))
     if number == 0:
-        raise NotStartedError("called off before a node had begun with it")
+        raise NotStartedError(_CALLED_OFF)
     attempt = Attempt(number, ray.util.get_node_ip_address())
     cancellation = Cancellation()
     outcome: list[Any] = []

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from e2e_registry.errors import ArtifactError, UsageError
 from e2e_registry.operations.results import RESULTS_FILE, RESULTS_FORMAT
+from e2e_registry.printable import STEERING
 from e2e_registry.recording.layout import METRICS_FILE, PLAIN_FILE, RUN_FILE, STATE_FILE
 from e2e_registry.storage import parse_json
 
@@ -31,9 +32,6 @@ _BLOCK = 1 << 20
 _LONGEST_READ = 64 << 20
 _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _ENCRYPTED = 0x1
-
-# Escape sequences rewrite what a terminal shows, and directional marks what a reader sees; no recorded fact needs them.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _JSON_FILES = {RESULTS_FILE, RUN_FILE}
 
@@ -359,7 +357,7 @@ def _first_unprintable(data: Any) -> str | None:
             pending += [*value.keys(), *value.values()]
         elif isinstance(value, list):
             pending += value
-        elif isinstance(value, str) and _UNPRINTABLE.search(value):
+        elif isinstance(value, str) and STEERING.search(value):  # no recorded fact needs it
             return value
     return None
 

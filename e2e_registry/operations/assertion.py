@@ -61,6 +61,9 @@ CANDIDATES = "assertions"
 #: Joins the platform of a process that holds no profile: its bits are less than reproducible.
 UNPINNED = "unpinned"
 
+_OVERRIDDEN = "unset what overrides the profile"
+_NOT_FINITE = "if NaN or infinity is right there, pass finite=False"
+
 # No dot: `<name>.<platform>.parquet` must be read one way, and a platform may hold dots.
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -271,9 +274,6 @@ def _launch_facts(root: Path, *excluded: Path) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------ comparing
-
-_OVERRIDDEN = "unset what overrides the profile"
-_NOT_FINITE = "if NaN or infinity is right there, pass finite=False"
 
 
 def check_assertion(assertion: Assertion) -> Assessment:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from e2e_registry.printable import printable_line
+
 FORMAT = 1
 
 RUN_DIR_VARIABLE = "E2E_REGISTRY_RUN_DIR"
@@ -27,10 +29,6 @@ RANK_MAX = (1 << 31) - 1
 #: Key of the values that a JSON number cannot carry; no dtype has this name.
 BITS = "bits"
 
-# Control characters and line separators would break a report's line, and direction marks show it in another order than
-# it is read by programs; a lone surrogate has no UTF-8 form.
-_NOT_IN_NAMES = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
 
 def metrics_file(role: str, rank: int) -> str:
     """Return the name of the file that one writer's values go to."""
@@ -48,6 +46,6 @@ def name_fault(name: object) -> str | None:
         return f"a metric name must be a string, not {name!r}"
     if not name:
         return "a metric name must not be empty"
-    if _NOT_IN_NAMES.search(name):
+    if printable_line(name) != name:  # it would break a report's line or reorder it, or has no form in UTF-8
         return f"metric name {name!r} holds a control character, a line separator, a direction mark or a lone surrogate"
     return None
